@@ -1,0 +1,576 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch>=2.9,<=2.13.0",
+#     "gymnasium>=1.4",
+#     "ale-py>=0.12.1",
+#     "numpy>=2.0",
+#     "tyro>=1.0",
+#     "wandb>=0.25",
+#     "tqdm>=4.67",
+# ]
+# ///
+"""PQN with Adaptive Batch Scaling (ABS), on Atari, in one file.
+
+PQN [arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a replay buffer nor a
+target network. ABS [arXiv 2605.21557] lets its batch follow the policy: every K iterations it measures in what share
+of states the update changed the greedy action, the Behavioural Divergence (BD), and sets the length of the next
+rollouts by it. A volatile policy gets short rollouts and small batches, a stable one long rollouts and large batches:
+
+    delta_pi = (1/M) sum_i 1[ argmax_a Q_theta(s_i, a) != argmax_a Q_theta_old(s_i, a) ],    s_i ~ B_ref
+    alpha    = log(clip(delta_pi, delta_min, delta_max) / delta_min) / log(delta_max / delta_min)
+    L'       = L_max - alpha (L_max - L_min)                                                     (Eq. 4)
+    L_adapt <- (1 - beta) L_adapt + beta L',       batch |B| = E L_adapt
+
+One GPU, the paper's settings:   python pqn_abs.py --env-id BreakoutNoFrameskip-v4
+A laptop, no GPU, 15 minutes:    python pqn_abs.py --env-id PongNoFrameskip-v4 --num-envs 32 --num-minibatches 8
+                                        --adapt-frequency 10 --total-timesteps 1000000
+The baseline, L = 32 throughout: python pqn_abs.py --no-adapt-rollout
+After Ctrl-C or a crash:         python pqn_abs.py --resume runs/.../checkpoint.pt
+"""
+
+import copy
+import difflib
+import itertools
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import ale_py
+import gymnasium
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    """PQN with Adaptive Batch Scaling. Defaults are the paper's, and so are the symbols in brackets."""
+
+    env_id: str = "BreakoutNoFrameskip-v4"  # Atari game: ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5 (sticky)
+    seed: int = 1  # of the network, the exploration and the environments
+    total_timesteps: int = 20_000_000  # [T_total] environment steps, of 4 frames each
+    num_envs: int = 128  # [E] environments in parallel
+    learning_rate: float = 2.5e-4  # of RAdam, constant
+    gamma: float = 0.99  # [γ] discount
+    q_lambda: float = 0.65  # [λ] of the Q(λ) targets; 0 is one-step Q-learning, 1 is Monte Carlo
+    num_minibatches: int = 4  # mini-batches per epoch; each grows with the rollout, as their number is fixed
+    update_epochs: int = 2  # [N_epochs] passes over each rollout
+    max_grad_norm: float = 10.0  # gradients are clipped to this norm
+    start_e: float = 1.0  # [ε] share of random actions at the start
+    end_e: float = 0.001  # [ε] share of random actions after exploration
+    exploration_fraction: float = 0.10  # fraction of total_timesteps in which ε goes from start_e to end_e
+    episodic_life: bool = False
+    """end the learner's episode at a lost life and press FIRE after it (scores still count whole games); off in the
+    paper, but Breakout waits for FIRE after each lost life, and a greedy policy that never fires freezes there until
+    the frame limit"""
+
+    adapt_rollout: bool = True  # let L follow BD; --no-adapt-rollout is plain PQN with L = num_steps
+    num_steps: int = 32  # base steps per rollout and environment: L_adapt at the start
+    rollout_min: int = 16  # [L_min] rollout of a volatile policy
+    rollout_max: int = 64  # [L_max] rollout of a stable policy
+    adapt_frequency: int = 50  # [K] iterations from one measurement of BD to the next
+    delta_min: float = 0.05  # [δ_min] BD at and below which the policy counts as stable
+    delta_max: float = 0.95  # [δ_max] BD at and above which it counts as volatile
+    beta: float = 0.1
+    """[β] smoothing of L_adapt: 1 follows BD at once, 0 never; the paper gives no value; a run measures BD 50 to 100
+    times, each time noisily, and 0.1 averages over about ten of them"""
+    reference_states: int = 2048
+    """[M] size of B_ref, or all states of a smaller rollout; the paper gives no value; 2048 = 128 x 16 is its smallest
+    batch, and keeps the standard error of BD under 0.012"""
+
+    device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
+    precision: str = "auto"  # of the network's body: float32, bfloat16 or auto (bfloat16 where the hardware has it)
+    runs_dir: str = "runs"  # where the run's folder is made
+    checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
+    resume: str | None = None  # a checkpoint.pt to go on from; the other arguments come from it
+    track: bool = False  # send the metrics to Weights & Biases too
+    wandb_project_name: str = "adaptive-batch-scaling"  # its project
+    wandb_entity: str | None = None  # its team
+    wandb_group: str | None = None  # its group
+
+
+RESUME_MAY_CHANGE = "total_timesteps device checkpoint_every resume track wandb_project_name wandb_entity wandb_group"
+
+
+def layer_init(layer):
+    """Orthogonal weights (with the gain for ReLU) and zero biases."""
+    nn.init.orthogonal_(layer.weight, math.sqrt(2))
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class QNetwork(nn.Module):
+    """Nature CNN (32, 64, 64), LayerNorm after each layer: uint8 frames (N, 4, 84, 84) -> float32 Q-values (N, A).
+
+    LayerNorm keeps Q-learning stable without a target network [PQN].
+    """
+
+    def __init__(self, envs):
+        super().__init__()
+        self.conv1 = layer_init(nn.Conv2d(envs.single_observation_space.shape[0], 32, 8, stride=4))
+        self.body = nn.Sequential(
+            nn.LayerNorm([32, 20, 20]),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.LayerNorm([64, 9, 9]),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.LayerNorm([64, 7, 7]),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.LayerNorm(512),
+            nn.ReLU(),
+        )
+        self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
+
+    def forward(self, frames):
+        # conv(x / 255, w) = conv(x, w / 255), and there are far fewer weights than pixels
+        x = self.body(F.conv2d(frames.float(), self.conv1.weight / 255, self.conv1.bias, stride=4))
+        # Atari's action gaps are under 1% of Q: a bfloat16 head ties them, and argmax then takes the lower index
+        with torch.autocast(frames.device.type, enabled=False):
+            return self.head(x.float())
+
+
+def make_envs(args: Args):
+    """args.num_envs times the Atari game args.env_id, as Gymnasium's registry describes it, in one vector environment.
+
+    Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two max-pooled; rewards
+    are score points. To train on something else, return any Gymnasium VectorEnv here that has discrete actions and
+    same-step autoreset: its step() gives the next episode's first observation when an episode ends, and the ended
+    one's last observation in info["final_obs"].
+    """
+    gymnasium.register_envs(ale_py)
+    games = {name: spec.kwargs for name, spec in gymnasium.registry.items() if "game" in spec.kwargs}
+    playable = {name.lower(): name for name, game in games.items() if isinstance(game["frameskip"], int)}
+    if args.env_id not in playable.values():
+        known = (
+            "is no Atari game: replace make_envs to train on it" if args.env_id in gymnasium.registry else "is unknown"
+        )
+        problem = "skips frames at random" if args.env_id in games else known
+        near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
+        fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
+    game = games[args.env_id]
+    envs = AtariVectorEnv(
+        game["game"],
+        args.num_envs,
+        repeat_action_probability=game["repeat_action_probability"],  # sticky actions: 0 in -v4, 0.25 in ALE/...-v5
+        max_num_frames_per_episode=108_000,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+        reward_clipping=False,  # learning sees the sign of the reward, users see the score
+        frameskip=4,
+        noop_max=30,
+        use_fire_reset=True,
+    )
+    buttons = [button.name for button in envs.ale.get_action_set()]
+    envs.fire_action = buttons.index("FIRE") if "FIRE" in buttons else 0  # for --episodic-life
+    return envs
+
+
+def linear_schedule(start: float, end: float, duration: float, t: int) -> float:
+    """A straight line from start at t = 0 to end at t = duration, and end from there on."""
+    return start + (end - start) * min(1.0, t / max(1.0, duration))
+
+
+def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_lambda: float):
+    """Peng's Q(λ) targets of a rollout, computed backwards [PQN]. All tensors are (L, E), the result too.
+
+    G_t = r_t + γ (1 - terminated_t) [ λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a) ]
+
+    next_values[t] is max_a Q(s_{t+1}, a) of the state that truly followed, in the same episode. Where the rollout ends
+    or a time limit cuts the episode (truncated) there is no G_{t+1}, and this value stands in for it.
+    """
+    returns = torch.empty_like(next_values)
+    next_return = next_values[-1]
+    for t in reversed(range(len(rewards))):
+        next_return = torch.where(truncated[t], next_values[t], next_return)
+        mixed = q_lambda * next_return + (1 - q_lambda) * next_values[t]
+        next_return = returns[t] = rewards[t] + gamma * ~terminated[t] * mixed
+    return returns
+
+
+@torch.no_grad()
+def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) -> float:
+    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS, section 1].
+
+    δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
+
+    Both networks see the same chunks, hence compute the same bits where they are equal: BD is then exactly 0.
+    """
+    changed = [network(chunk).argmax(-1) != old_network(chunk).argmax(-1) for chunk in states.split(chunk_size)]
+    return torch.cat(changed).float().mean().item()
+
+
+def rollout_length(divergence, current, delta_min, delta_max, length_min, length_max, beta) -> float:
+    """The next L_adapt, a real number of steps, from the measured divergence and the current L_adapt [ABS, Eq. 4].
+
+    α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
+    L' = L_max - α (L_max - L_min)
+    L_adapt ← (1 - β) L_adapt + β L'
+
+    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable policy (α = 0) would
+    never grow. So it is a constant of its own here, β.
+    """
+    clipped = min(max(divergence, delta_min), delta_max)
+    alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
+    target = length_max - alpha * (length_max - length_min)
+    return (1 - beta) * current + beta * target
+
+
+# --- Input checks and files: nothing from here to main() is about the algorithm. ---
+
+
+def fail(message: str, status: int = 2):
+    """End with one line on stderr. Status 2: the input is wrong, nothing was done; 1: the run went wrong."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def check_args(args: Args) -> None:
+    """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it."""
+    counts = "total_timesteps num_envs num_minibatches update_epochs num_steps rollout_min adapt_frequency"
+    rules = [(name, getattr(args, name) >= 1, "at least 1") for name in (counts + " reference_states").split()]
+    shares = "gamma q_lambda start_e end_e exploration_fraction beta"
+    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
+    positives = "learning_rate max_grad_norm checkpoint_every"
+    rules += [(name, 0 < getattr(args, name) < math.inf, "positive and finite") for name in positives.split()]
+    shortest, longest = (args.rollout_min, args.rollout_max) if args.adapt_rollout else (args.num_steps, args.num_steps)
+    rules += [
+        ("seed", args.seed >= 0, "at least 0"),
+        ("rollout_max", args.rollout_max >= args.rollout_min, f"at least rollout-min, {args.rollout_min}"),
+        (
+            "num_steps",
+            shortest <= args.num_steps <= longest,
+            f"from rollout-min to rollout-max, {shortest} to {longest}",
+        ),
+        ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
+        ("delta_max", args.delta_max <= 1, "at most 1"),
+        ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
+        ("precision", args.precision in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+    ]
+    for name, fine, need in rules:
+        if not fine:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {need}")
+
+
+def pick_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N -> torch.device."""
+    name = name.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if name != "cpu" and not (kind == "cuda" and (index or "0").isdecimal()):
+        fail(f"--device {name}: it must be auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        fail(f"--device {name}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+    return torch.device(name)
+
+
+def pick_precision(name: str, device: torch.device) -> torch.dtype:
+    """auto -> bfloat16 where the hardware multiplies it natively: about 3 times as fast as float32 on such a CPU."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = any(torch.cpu.get_capabilities().get(feature) for feature in ("avx512_bf16", "amx_bf16"))
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and native) else torch.float32
+
+
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint that this script wrote. With weights_only=True a file from a stranger can't run code."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except FileNotFoundError:
+        fail(f"--resume {path}: there is no such file")
+    except Exception:  # torch.load has about ten ways to say it of torn and foreign files
+        fail(f"--resume {path}: this is no checkpoint, or not a whole one")
+    if script != Path(__file__).name:
+        fail(f"--resume {path}: this checkpoint is from {script}; resume it there")
+    return checkpoint
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line. With --resume the checkpoint's arguments are the defaults, and most may not be changed."""
+    args = tyro.cli(Args, args=argv)
+    if args.resume is None:
+        return args
+    saved = Args(**load_checkpoint(args.resume)["args"])
+    args = tyro.cli(Args, args=argv, default=saved)
+    for name, value in asdict(args).items():
+        if name not in RESUME_MAY_CHANGE.split() and value != getattr(saved, name):
+            fail(
+                f"--{name.replace('_', '-')} {value} contradicts the checkpoint's {getattr(saved, name)}: leave it out"
+            )
+    return args
+
+
+def make_run_folder(args: Args) -> Path:
+    """A new folder <runs_dir>/<env>__<script>__<seed>__<time>."""
+    for started in itertools.count(int(time.time())):  # another run may have taken this second
+        name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{started}"
+        try:
+            (Path(args.runs_dir) / name).mkdir(parents=True)
+            return Path(args.runs_dir) / name
+        except FileExistsError:
+            continue
+        except OSError as error:
+            fail(f"--runs-dir {args.runs_dir}: can't make a folder there ({error.strerror})")
+
+
+def describe_run(args: Args, device: torch.device, precision: str) -> dict:
+    """The contents of config.json: what it takes to run this again."""
+    git = shutil.which("git") and ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "script": Path(__file__).name,
+        "args": asdict(args),
+        "versions": {module.__name__: str(module.__version__) for module in (torch, gymnasium, ale_py, np)},
+        "python": platform.python_version(),
+        "device": f"{device}, {processor}, {precision}",
+        "commit": (git and subprocess.run(git, capture_output=True, text=True).stdout.strip()) or None,
+    }
+
+
+class Table:
+    """A CSV file that grows by a row at a time, each on disk once written; rows after last_step are cut off first."""
+
+    def __init__(self, path: Path, columns: list[str], last_step: int):
+        lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= last_step]
+        path.with_suffix(".tmp").write_text("".join([",".join(columns) + "\n", *kept]))
+        os.replace(path.with_suffix(".tmp"), path)
+        self.file = path.open("a", buffering=1)
+
+    def write(self, *values) -> None:
+        self.file.write(",".join("" if value is None else str(value) for value in values) + "\n")
+
+
+METRICS = [
+    "global_step",
+    "charts/seconds",
+    "charts/SPS",
+    "charts/epsilon",
+    "charts/episodic_return",  # mean score of the last 100 episodes
+    "abs/rollout_length",
+    "abs/batch_size",
+    "abs/behavioral_divergence",  # empty where it was not measured
+    "losses/td_loss",
+    "losses/q_values",
+    "losses/grad_norm",
+]
+
+
+def main(args: Args) -> Path:
+    """Train, and return the run's folder."""
+    check_args(args)
+    device = pick_device(args.device)
+    dtype = pick_precision(args.precision, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    chunk_size = 256 if device.type == "cpu" else 2**16  # on a CPU, what fits its cache runs faster
+    checkpoint = load_checkpoint(args.resume) if args.resume else None
+    envs = make_envs(args)
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        fail("make_envs: the environment must use gymnasium.vector.AutoresetMode.SAME_STEP")
+
+    torch.manual_seed(args.seed)
+    q_network = QNetwork(envs).to(device)
+    old_network = copy.deepcopy(q_network)  # θ_old
+    optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate)
+    global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
+    recent_scores = deque(maxlen=100)
+    score = last_divergence = None  # for the progress bar
+    if checkpoint:
+        q_network.load_state_dict(checkpoint["network"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        global_step, iteration = checkpoint["global_step"], checkpoint["iteration"]
+        adaptive_length, seconds = checkpoint["adaptive_length"], checkpoint["seconds"]
+        recent_scores.extend(checkpoint["recent_scores"])
+
+    folder = Path(args.resume).parent if checkpoint else make_run_folder(args)
+    config = describe_run(args, device, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    metrics = Table(folder / "metrics.csv", METRICS, global_step)
+    episodes = Table(folder / "episodes.csv", ["global_step", "episodic_return", "episodic_length"], global_step)
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
+        wandb.init(**names, name=folder.name, id=folder.name, resume="allow", config=config)
+        wandb.define_metric("*", step_metric="global_step")
+
+    def save_checkpoint():
+        state = {
+            "script": Path(__file__).name,
+            "args": asdict(args),
+            "network": q_network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "global_step": global_step,
+            "iteration": iteration,  # all random numbers derive from the seed and this, so it is the RNG state too
+            "adaptive_length": adaptive_length,
+            "seconds": seconds,
+            "recent_scores": list(recent_scores),
+        }
+        torch.save(state, folder / "checkpoint.tmp")
+        os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # killed at any moment, one whole file is there
+
+    stop = False
+
+    def finish_iteration(signum, frame):
+        nonlocal stop
+        stop = True
+        signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
+
+    handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    # Storage for the longest rollout: observations once, as uint8; the rest is small
+    longest, num_envs = args.rollout_max if args.adapt_rollout else args.num_steps, args.num_envs
+    obs = torch.zeros((longest, num_envs, *envs.single_observation_space.shape), dtype=torch.uint8, device=device)
+    actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
+    values = torch.zeros((longest + 1, num_envs), device=device)
+    final_values = torch.zeros((longest, num_envs), device=device)
+    rewards = np.zeros((longest, num_envs), dtype=np.float32)
+    terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
+    scores, lengths, lives = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64), np.zeros(num_envs)
+    lost_life = np.zeros(num_envs, dtype=bool)
+
+    def seed_of(dtype) -> int:  # differs with the seed and the iteration, so that no two runs share a stream
+        return int(np.random.SeedSequence(args.seed, spawn_key=(iteration,)).generate_state(1, dtype)[0])
+
+    next_obs, _ = envs.reset(seed=seed_of(np.uint32) >> 2)  # environment i gets this number + i, below 2^31
+    save_checkpoint()
+    last_save = time.perf_counter()
+    print(f"{folder}: {device}, {dtype}, {sum(p.numel() for p in q_network.parameters()):,} parameters")
+    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, dynamic_ncols=True)
+
+    while global_step < args.total_timesteps and not stop:
+        started = time.perf_counter()
+        torch.manual_seed(seed_of(np.uint64))
+        length = round(adaptive_length)
+        # K counts iterations. BD compares the policies before and after the updates of one iteration, every K-th.
+        measure = iteration % args.adapt_frequency == 0
+        if measure:
+            old_network.load_state_dict(q_network.state_dict())  # θ_old ← θ
+
+        # 1. Collect L_adapt steps in each of the E environments, ε-greedily
+        epsilon = linear_schedule(
+            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+        )
+        explore = torch.rand((length, num_envs), device=device) < epsilon
+        random_actions = torch.randint(envs.single_action_space.n, (length, num_envs), device=device)
+        for t in range(length):
+            obs[t] = torch.from_numpy(next_obs)
+            with torch.no_grad(), autocast:
+                values[t], greedy_actions = q_network(obs[t]).max(-1)
+            actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
+            if lost_life.any():
+                actions[t, torch.from_numpy(lost_life)] = envs.fire_action
+            next_obs, reward, terminated[t], truncated[t], info = envs.step(actions[t].cpu().numpy())
+            global_step += num_envs
+            rewards[t] = np.sign(reward)
+            scores += reward
+            lengths += 1
+            done = terminated[t] | truncated[t]
+            if truncated[t].any():  # the value of the episode's own last observation, not of the next one's first
+                last_obs = torch.from_numpy(np.stack(info["final_obs"][truncated[t]])).to(device)
+                with torch.no_grad(), autocast:
+                    final_values[t, torch.from_numpy(truncated[t])] = q_network(last_obs).max(-1).values
+            for i in np.flatnonzero(done):
+                recent_scores.append(float(scores[i]))
+                episodes.write(global_step, scores[i], lengths[i])
+                if args.track:
+                    wandb.log({"global_step": global_step, "episode/return": scores[i], "episode/length": lengths[i]})
+                scores[i] = lengths[i] = 0
+            if args.episodic_life:
+                lost_life = (info["lives"] < lives) & ~done  # after done, lives are those of the next game
+                lives = info["lives"]
+                terminated[t] |= lost_life
+
+        # 2. Update θ on the squared distance to the Q(λ) targets
+        with torch.no_grad(), autocast:
+            values[length] = q_network(torch.from_numpy(next_obs).to(device)).max(-1).values
+        b_rewards, b_terminated, b_truncated = (
+            torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated)
+        )
+        next_values = torch.where(b_truncated, final_values[:length], values[1 : length + 1])
+        returns = lambda_returns(b_rewards, next_values, b_terminated, b_truncated, args.gamma, args.q_lambda)
+        b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
+        batch_size = length * num_envs
+        totals = torch.zeros(3, device=device)  # loss, Q and gradient norm, summed up without a synchronisation
+        for _ in range(args.update_epochs):
+            for minibatch in torch.randperm(batch_size, device=device).tensor_split(args.num_minibatches):
+                for chunk in minibatch.split(chunk_size):
+                    with autocast:
+                        q = q_network(b_obs[chunk]).gather(1, b_actions[chunk, None]).squeeze(1)
+                    loss = (q - b_returns[chunk]).square().sum() / len(minibatch)  # L(θ) = mean_i (Q(s_i, a_i) - G_i)²
+                    loss.backward()
+                    totals[0] += loss.detach()
+                    totals[1] += q.detach().sum() / len(minibatch)
+                totals[2] += nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        td_loss, q_values, grad_norm = (totals / (args.update_epochs * args.num_minibatches)).tolist()
+        if not math.isfinite(td_loss + grad_norm):
+            progress.close()
+            fail(f"the loss is not finite at step {global_step}; the last good state is {folder / 'checkpoint.pt'}", 1)
+
+        # 3. Adapt: measure how far this update moved the policy, and set the next rollouts by it
+        divergence = None
+        if measure:
+            reference = b_obs[torch.randperm(batch_size, device=device)[: args.reference_states]]  # B_ref
+            with autocast:
+                divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
+            if args.adapt_rollout:
+                adaptive_length = rollout_length(
+                    divergence,
+                    adaptive_length,
+                    args.delta_min,
+                    args.delta_max,
+                    args.rollout_min,
+                    args.rollout_max,
+                    args.beta,
+                )
+
+        # 4. Log
+        iteration += 1
+        took = time.perf_counter() - started
+        seconds += took
+        score = sum(recent_scores) / len(recent_scores) if recent_scores else None
+        row = [global_step, seconds, batch_size / took, epsilon, score, length, batch_size, divergence]
+        row += [td_loss, q_values, grad_norm]
+        metrics.write(*row)
+        if args.track:
+            wandb.log({name: value for name, value in zip(METRICS, row, strict=True) if value is not None})
+        last_divergence = last_divergence if divergence is None else divergence
+        progress.set_postfix(refresh=False, ret=score, BD=last_divergence, L=length, batch=batch_size)
+        progress.update(batch_size)
+        if time.perf_counter() - last_save > args.checkpoint_every:
+            save_checkpoint()
+            last_save = time.perf_counter()
+
+    save_checkpoint()
+    progress.close()
+    envs.close()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    if args.track:
+        wandb.finish()
+    print(f"step {global_step:,}: mean return {score} over the last {len(recent_scores)} episodes, L = {length}")
+    print(f"metrics and checkpoint: {folder}")
+    return folder
+
+
+if __name__ == "__main__":
+    main(parse_args())
