@@ -36,6 +36,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -216,8 +218,10 @@ def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) 
     return torch.cat(changed).float().mean().item()
 
 
-def rollout_length(divergence, current, delta_min, delta_max, length_min, length_max, beta) -> float:
-    """The next L_adapt, a real number of steps, from the measured divergence and the current L_adapt [ABS, Eq. 4].
+def rollout_length(divergence: float, current: float, delta: tuple, length: tuple, beta: float) -> float:
+    """The next L_adapt, a real number of steps, from the divergence and the current L_adapt [ABS, Eq. 4].
+
+    delta is (δ_min, δ_max), length is (L_min, L_max), beta is β:
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
@@ -226,18 +230,19 @@ def rollout_length(divergence, current, delta_min, delta_max, length_min, length
     The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable policy (α = 0) would
     never grow. So it is a constant of its own here, β.
     """
-    clipped = min(max(divergence, delta_min), delta_max)
-    alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
-    target = length_max - alpha * (length_max - length_min)
+    clipped = min(max(divergence, delta[0]), delta[1])
+    alpha = math.log(clipped / delta[0]) / math.log(delta[1] / delta[0])
+    target = length[1] - alpha * (length[1] - length[0])
     return (1 - beta) * current + beta * target
 
 
-# --- Input checks and files: nothing from here to main() is about the algorithm. ---
+# --- Input checks, files and processes: nothing from here to main() is about the algorithm. ---
 
 
 def fail(message: str, status: int = 2):
     """End with one line on stderr. Status 2: the input is wrong, nothing was done; 1: the run went wrong."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    if status == 1 or os.environ.get("RANK", "0") == "0":  # of several processes, one complains about the input
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -253,11 +258,7 @@ def check_args(args: Args) -> None:
     rules += [
         ("seed", args.seed >= 0, "at least 0"),
         ("rollout_max", args.rollout_max >= args.rollout_min, f"at least rollout-min, {args.rollout_min}"),
-        (
-            "num_steps",
-            shortest <= args.num_steps <= longest,
-            f"from rollout-min to rollout-max, {shortest} to {longest}",
-        ),
+        ("num_steps", shortest <= args.num_steps <= longest, f"in the rollout range, {shortest} to {longest}"),
         ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
         ("delta_max", args.delta_max <= 1, "at most 1"),
         ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
@@ -268,28 +269,24 @@ def check_args(args: Args) -> None:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {need}")
 
 
-def pick_device(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:N -> torch.device."""
-    name = name.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if name != "cpu" and not (kind == "cuda" and (index or "0").isdecimal()):
+def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
+    """The device, and the precision of the network's body: bfloat16 where the hardware multiplies it natively."""
+    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
         fail(f"--device {name}: it must be auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        fail(f"--device {name}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; try --device cpu")
-    return torch.device(name)
-
-
-def pick_precision(name: str, device: torch.device) -> torch.dtype:
-    """auto -> bfloat16 where the hardware multiplies it natively: about 3 times as fast as float32 on such a CPU."""
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
+    if name == "cpu":
         native = any(torch.cpu.get_capabilities().get(feature) for feature in ("avx512_bf16", "amx_bf16"))
-    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and native) else torch.float32
+    elif device.index >= torch.cuda.device_count():
+        fail(f"--device {device}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+    else:
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = args.precision.replace("auto", "bfloat16" if native else "float32")
+    return device, torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
 def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint that this script wrote. With weights_only=True a file from a stranger can't run code."""
+    """Read a checkpoint of this script. With weights_only=True a file from a stranger can't run code."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
@@ -303,95 +300,99 @@ def load_checkpoint(path: str) -> dict:
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line. With --resume the checkpoint's arguments are the defaults, and most may not be changed."""
+    """The command line. With --resume the checkpoint's arguments are the defaults, and few may be changed."""
     args = tyro.cli(Args, args=argv)
-    if args.resume is None:
-        return args
-    saved = Args(**load_checkpoint(args.resume)["args"])
-    args = tyro.cli(Args, args=argv, default=saved)
-    for name, value in asdict(args).items():
-        if name not in RESUME_MAY_CHANGE.split() and value != getattr(saved, name):
-            fail(
-                f"--{name.replace('_', '-')} {value} contradicts the checkpoint's {getattr(saved, name)}: leave it out"
-            )
+    if args.resume:
+        saved = load_checkpoint(args.resume)["args"]
+        args = tyro.cli(Args, args=argv, default=Args(**saved))
+        for name, value in asdict(args).items():
+            if name not in RESUME_MAY_CHANGE.split() and value != saved[name]:
+                fail(f"--{name.replace('_', '-')} {value} contradicts the checkpoint's {saved[name]}: leave it out")
     return args
 
 
-def make_run_folder(args: Args) -> Path:
-    """A new folder <runs_dir>/<env>__<script>__<seed>__<time>."""
-    for started in itertools.count(int(time.time())):  # another run may have taken this second
-        name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{started}"
-        try:
-            (Path(args.runs_dir) / name).mkdir(parents=True)
-            return Path(args.runs_dir) / name
-        except FileExistsError:
-            continue
-        except OSError as error:
-            fail(f"--runs-dir {args.runs_dir}: can't make a folder there ({error.strerror})")
-
-
-def describe_run(args: Args, device: torch.device, precision: str) -> dict:
-    """The contents of config.json: what it takes to run this again."""
-    git = shutil.which("git") and ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "script": Path(__file__).name,
-        "args": asdict(args),
-        "versions": {module.__name__: str(module.__version__) for module in (torch, gymnasium, ale_py, np)},
-        "python": platform.python_version(),
-        "device": f"{device}, {processor}, {precision}",
-        "commit": (git and subprocess.run(git, capture_output=True, text=True).stdout.strip()) or None,
-    }
-
-
 class Table:
-    """A CSV file that grows by a row at a time, each on disk once written; rows after last_step are cut off first."""
+    """A CSV file, a dict a row, each on disk once written; rows after last_step are cut off when it is opened."""
 
-    def __init__(self, path: Path, columns: list[str], last_step: int):
-        lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= last_step]
-        path.with_suffix(".tmp").write_text("".join([",".join(columns) + "\n", *kept]))
+    mirror = None  # a function that gets each row too
+
+    def __init__(self, path: Path, last_step: int):
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = lines[:1] + [line for line in lines[1:] if line[-1] == "\n" and int(line.split(",")[0]) <= last_step]
+        path.with_suffix(".tmp").write_text("".join(kept))
         os.replace(path.with_suffix(".tmp"), path)
-        self.file = path.open("a", buffering=1)
+        self.file, self.empty = path.open("a", buffering=1), not kept
 
-    def write(self, *values) -> None:
-        self.file.write(",".join("" if value is None else str(value) for value in values) + "\n")
-
-
-METRICS = [
-    "global_step",
-    "charts/seconds",
-    "charts/SPS",
-    "charts/epsilon",
-    "charts/episodic_return",  # mean score of the last 100 episodes
-    "abs/rollout_length",
-    "abs/batch_size",
-    "abs/behavioral_divergence",  # empty where it was not measured
-    "losses/td_loss",
-    "losses/q_values",
-    "losses/grad_norm",
-]
+    def write(self, row: dict) -> None:
+        if self.empty:
+            self.file.write(",".join(row) + "\n")
+        self.empty = False
+        self.file.write(",".join("" if value is None else str(value) for value in row.values()) + "\n")
+        if self.mirror:
+            self.mirror({name: value for name, value in row.items() if value is not None})
 
 
-def main(args: Args) -> Path:
-    """Train, and return the run's folder."""
+def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: int):
+    """The folder <runs_dir>/<env>__<script>__<seed>__<time>, or the checkpoint's, with config.json, and its tables."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    versions = {module.__name__: str(module.__version__) for module in (torch, gymnasium, ale_py, np)}
+    config = {"script": Path(__file__).name, "args": asdict(args), "python": platform.python_version()} | versions
+    config |= {"device": f"{device} ({processor}), {dtype}", "git_commit": commit or None}
+    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__"
+    names = (Path(args.runs_dir, f"{name}{second}") for second in itertools.count(int(time.time())))
+    folder = Path(args.resume).parent if args.resume else next(path for path in names if not path.exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        metrics, episodes = (Table(folder / name, last_step) for name in ("metrics.csv", "episodes.csv"))
+    except OSError as error:
+        fail(f"can't write to {folder}: {error.strerror}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
+        wandb.init(**names, name=folder.name, id=folder.name, resume="allow", config=config)
+        wandb.define_metric("*", step_metric="global_step")
+        metrics.mirror = episodes.mirror = wandb.log
+    return folder, metrics, episodes
+
+
+def average(tensor, world_size: int):
+    """The mean over all processes, in place; with one process, the tensor as it is."""
+    if world_size > 1:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            fail(f"another process is gone, so this one ends; go on with --resume ({str(error).splitlines()[0]})", 1)
+        tensor /= world_size
+    return tensor
+
+
+def main(args: Args) -> Path | None:
+    """Train; returns the run's folder (None in all but the first of several processes)."""
     check_args(args)
-    device = pick_device(args.device)
-    dtype = pick_precision(args.precision, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-    chunk_size = 256 if device.type == "cpu" else 2**16  # on a CPU, what fits its cache runs faster
+    device, dtype = pick_device(args)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint = load_checkpoint(args.resume) if args.resume else None
+    if checkpoint and checkpoint["world_size"] != world_size:
+        fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
     envs = make_envs(args)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs: the environment must use gymnasium.vector.AutoresetMode.SAME_STEP")
+        fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
+    num_envs, longest = args.num_envs, args.rollout_max if args.adapt_rollout else args.num_steps
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same network in every process
     q_network = QNetwork(envs).to(device)
     old_network = copy.deepcopy(q_network)  # θ_old
-    optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate)
+    parameters = list(q_network.parameters())
+    optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    chunk_size = 256 if device.type == "cpu" else 2**16  # a CPU is faster on what fits its cache
+
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
-    recent_scores = deque(maxlen=100)
-    score = last_divergence = None  # for the progress bar
+    recent_scores, score, shown_divergence = deque(maxlen=100), None, None
     if checkpoint:
         q_network.load_state_dict(checkpoint["network"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -399,75 +400,62 @@ def main(args: Args) -> Path:
         adaptive_length, seconds = checkpoint["adaptive_length"], checkpoint["seconds"]
         recent_scores.extend(checkpoint["recent_scores"])
 
-    folder = Path(args.resume).parent if checkpoint else make_run_folder(args)
-    config = describe_run(args, device, dtype)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    metrics = Table(folder / "metrics.csv", METRICS, global_step)
-    episodes = Table(folder / "episodes.csv", ["global_step", "episodic_return", "episodic_length"], global_step)
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
-        wandb.init(**names, name=folder.name, id=folder.name, resume="allow", config=config)
-        wandb.define_metric("*", step_metric="global_step")
+    folder = None
+    if rank == 0:
+        folder, metrics, episodes = open_run(args, device, dtype, global_step)
+        print(f"{folder}: {device}, {dtype}, {sum(p.numel() for p in parameters):,} parameters")
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     def save_checkpoint():
-        state = {
-            "script": Path(__file__).name,
-            "args": asdict(args),
-            "network": q_network.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "global_step": global_step,
-            "iteration": iteration,  # all random numbers derive from the seed and this, so it is the RNG state too
-            "adaptive_length": adaptive_length,
-            "seconds": seconds,
-            "recent_scores": list(recent_scores),
-        }
+        state = {"network": q_network.state_dict(), "optimizer": optimizer.state_dict(), "args": asdict(args)}
+        state |= {"global_step": global_step, "adaptive_length": adaptive_length, "recent_scores": list(recent_scores)}
+        state |= {"iteration": iteration}  # all random numbers follow from the seed and this: it is the RNG state
+        state |= {"script": Path(__file__).name, "world_size": world_size, "seconds": seconds}
         torch.save(state, folder / "checkpoint.tmp")
-        os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # killed at any moment, one whole file is there
+        os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # at any moment, one whole file is there
 
-    stop = False
+    def seed_of(process: int, dtype) -> int:
+        """A seed that no two runs, processes or iterations share."""
+        return int(np.random.SeedSequence(args.seed, spawn_key=(process, iteration)).generate_state(1, dtype)[0])
 
     def finish_iteration(signum, frame):
         nonlocal stop
         stop = True
-        signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
+        if world_size == 1:  # torchrun passes a Ctrl-C on, which would be the second one
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
+    stop = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
 
-    # Storage for the longest rollout: observations once, as uint8; the rest is small
-    longest, num_envs = args.rollout_max if args.adapt_rollout else args.num_steps, args.num_envs
+    # Storage for the longest rollout. Frames take E · L_max · 28,224 bytes, once, as uint8.
     obs = torch.zeros((longest, num_envs, *envs.single_observation_space.shape), dtype=torch.uint8, device=device)
     actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
-    values = torch.zeros((longest + 1, num_envs), device=device)
-    final_values = torch.zeros((longest, num_envs), device=device)
+    values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
     rewards = np.zeros((longest, num_envs), dtype=np.float32)
     terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
-    scores, lengths, lives = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64), np.zeros(num_envs)
+    scores, lengths, lives = np.zeros((3, num_envs))
     lost_life = np.zeros(num_envs, dtype=bool)
 
-    def seed_of(dtype) -> int:  # differs with the seed and the iteration, so that no two runs share a stream
-        return int(np.random.SeedSequence(args.seed, spawn_key=(iteration,)).generate_state(1, dtype)[0])
-
-    next_obs, _ = envs.reset(seed=seed_of(np.uint32) >> 2)  # environment i gets this number + i, below 2^31
-    save_checkpoint()
-    last_save = time.perf_counter()
-    print(f"{folder}: {device}, {dtype}, {sum(p.numel() for p in q_network.parameters()):,} parameters")
-    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, dynamic_ncols=True)
+    next_obs, _ = envs.reset(seed=seed_of(rank, np.uint32) >> 2)  # environment i gets this + i, a 31-bit number
+    if rank == 0:
+        save_checkpoint()
+    saved_at = time.perf_counter()
+    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=rank > 0)
 
     while global_step < args.total_timesteps and not stop:
         started = time.perf_counter()
-        torch.manual_seed(seed_of(np.uint64))
+        torch.manual_seed(seed_of(rank, np.uint64))
         length = round(adaptive_length)
-        # K counts iterations. BD compares the policies before and after the updates of one iteration, every K-th.
+        batch_size = length * num_envs
+        # K counts iterations: BD compares the policies before and after the updates of one iteration, every K-th.
         measure = iteration % args.adapt_frequency == 0
         if measure:
             old_network.load_state_dict(q_network.state_dict())  # θ_old ← θ
 
-        # 1. Collect L_adapt steps in each of the E environments, ε-greedily
-        epsilon = linear_schedule(
-            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-        )
+        # 1. Collect L_adapt steps in each of the E environments, ε-greedily.
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
         explore = torch.rand((length, num_envs), device=device) < epsilon
         random_actions = torch.randint(envs.single_action_space.n, (length, num_envs), device=device)
         for t in range(length):
@@ -478,97 +466,107 @@ def main(args: Args) -> Path:
             if lost_life.any():
                 actions[t, torch.from_numpy(lost_life)] = envs.fire_action
             next_obs, reward, terminated[t], truncated[t], info = envs.step(actions[t].cpu().numpy())
-            global_step += num_envs
+            global_step += num_envs * world_size
             rewards[t] = np.sign(reward)
-            scores += reward
-            lengths += 1
-            done = terminated[t] | truncated[t]
-            if truncated[t].any():  # the value of the episode's own last observation, not of the next one's first
+            scores, lengths, done = scores + reward, lengths + 1, terminated[t] | truncated[t]
+            if truncated[t].any():  # the value of the cut episode's own last observation, not of the next one's first
                 last_obs = torch.from_numpy(np.stack(info["final_obs"][truncated[t]])).to(device)
                 with torch.no_grad(), autocast:
                     final_values[t, torch.from_numpy(truncated[t])] = q_network(last_obs).max(-1).values
+            if args.episodic_life:
+                lost_life = (info["lives"] < lives) & ~done  # after an episode's end, lives are the next one's
+                lives, terminated[t] = info["lives"], terminated[t] | lost_life
             for i in np.flatnonzero(done):
                 recent_scores.append(float(scores[i]))
-                episodes.write(global_step, scores[i], lengths[i])
-                if args.track:
-                    wandb.log({"global_step": global_step, "episode/return": scores[i], "episode/length": lengths[i]})
+                if rank == 0:
+                    row = {"episodic_return": float(scores[i]), "episodic_length": int(lengths[i])}
+                    episodes.write({"global_step": global_step, **row})
                 scores[i] = lengths[i] = 0
-            if args.episodic_life:
-                lost_life = (info["lives"] < lives) & ~done  # after done, lives are those of the next game
-                lives = info["lives"]
-                terminated[t] |= lost_life
 
-        # 2. Update θ on the squared distance to the Q(λ) targets
+        # 2. Update θ towards the Q(λ) targets: N_epochs passes over the rollout in shuffled mini-batches.
         with torch.no_grad(), autocast:
             values[length] = q_network(torch.from_numpy(next_obs).to(device)).max(-1).values
-        b_rewards, b_terminated, b_truncated = (
-            torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated)
+        flags = torch.from_numpy(np.stack([terminated[:length], truncated[:length]])).to(device)
+        next_values = torch.where(flags[1], final_values[:length], values[1 : length + 1])
+        returns = lambda_returns(
+            torch.from_numpy(rewards[:length]).to(device), next_values, *flags, args.gamma, args.q_lambda
         )
-        next_values = torch.where(b_truncated, final_values[:length], values[1 : length + 1])
-        returns = lambda_returns(b_rewards, next_values, b_terminated, b_truncated, args.gamma, args.q_lambda)
         b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
-        batch_size = length * num_envs
-        totals = torch.zeros(3, device=device)  # loss, Q and gradient norm, summed up without a synchronisation
+        totals = torch.zeros(3, device=device)
         for _ in range(args.update_epochs):
             for minibatch in torch.randperm(batch_size, device=device).tensor_split(args.num_minibatches):
-                for chunk in minibatch.split(chunk_size):
+                for chunk in minibatch.split(chunk_size):  # gradients add up over the chunks
                     with autocast:
                         q = q_network(b_obs[chunk]).gather(1, b_actions[chunk, None]).squeeze(1)
-                    loss = (q - b_returns[chunk]).square().sum() / len(minibatch)  # L(θ) = mean_i (Q(s_i, a_i) - G_i)²
+                    loss = (q - b_returns[chunk]).square().sum() / len(minibatch)  # mean_i (Q(s_i, a_i) - G_i)²
                     loss.backward()
-                    totals[0] += loss.detach()
-                    totals[1] += q.detach().sum() / len(minibatch)
-                totals[2] += nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
+                    totals[:2] += torch.stack([loss.detach(), q.detach().sum() / len(minibatch)])
+                if world_size > 1:
+                    gradient = average(torch.cat([p.grad.flatten() for p in parameters]), world_size)
+                    nn.utils.vector_to_parameters(gradient, [p.grad for p in parameters])
+                totals[2] += nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
         td_loss, q_values, grad_norm = (totals / (args.update_epochs * args.num_minibatches)).tolist()
         if not math.isfinite(td_loss + grad_norm):
             progress.close()
-            fail(f"the loss is not finite at step {global_step}; the last good state is {folder / 'checkpoint.pt'}", 1)
+            fail(f"the loss is not finite at step {global_step}; the last good state is {folder}/checkpoint.pt", 1)
 
-        # 3. Adapt: measure how far this update moved the policy, and set the next rollouts by it
+        # 3. Adapt: measure how far the update moved the policy, and let the next rollouts follow.
         divergence = None
         if measure:
             reference = b_obs[torch.randperm(batch_size, device=device)[: args.reference_states]]  # B_ref
             with autocast:
                 divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
+            divergence = average(torch.tensor(divergence, device=device), world_size).item()
             if args.adapt_rollout:
-                adaptive_length = rollout_length(
-                    divergence,
-                    adaptive_length,
-                    args.delta_min,
-                    args.delta_max,
-                    args.rollout_min,
-                    args.rollout_max,
-                    args.beta,
-                )
+                thresholds, bounds = (args.delta_min, args.delta_max), (args.rollout_min, args.rollout_max)
+                adaptive_length = rollout_length(divergence, adaptive_length, thresholds, bounds, args.beta)
 
-        # 4. Log
+        # 4. Log, save, and let the processes agree on whether to stop.
         iteration += 1
         took = time.perf_counter() - started
         seconds += took
-        score = sum(recent_scores) / len(recent_scores) if recent_scores else None
-        row = [global_step, seconds, batch_size / took, epsilon, score, length, batch_size, divergence]
-        row += [td_loss, q_values, grad_norm]
-        metrics.write(*row)
-        if args.track:
-            wandb.log({name: value for name, value in zip(METRICS, row, strict=True) if value is not None})
-        last_divergence = last_divergence if divergence is None else divergence
-        progress.set_postfix(refresh=False, ret=score, BD=last_divergence, L=length, batch=batch_size)
-        progress.update(batch_size)
-        if time.perf_counter() - last_save > args.checkpoint_every:
-            save_checkpoint()
-            last_save = time.perf_counter()
+        if rank == 0:
+            score = sum(recent_scores) / len(recent_scores) if recent_scores else None
+            row = {
+                "global_step": global_step,
+                "charts/seconds": seconds,
+                "charts/SPS": world_size * batch_size / took,
+                "charts/epsilon": epsilon,
+                "charts/episodic_return": score,  # mean of the last 100 episodes
+                "abs/rollout_length": length,
+                "abs/batch_size": world_size * batch_size,
+                "abs/behavioral_divergence": divergence,
+                "losses/td_loss": td_loss,
+                "losses/q_values": q_values,
+                "losses/grad_norm": grad_norm,
+            }
+            metrics.write(row)
+            shown_divergence = shown_divergence if divergence is None else divergence
+            shown = {"return": score, "BD": shown_divergence, "L": length, "batch": row["abs/batch_size"]}
+            progress.set_postfix(shown, refresh=False)
+            progress.update(world_size * batch_size)
+            if time.perf_counter() - saved_at > args.checkpoint_every:
+                save_checkpoint()
+                saved_at = time.perf_counter()
+        stop = average(torch.tensor(float(stop), device=device), world_size).item() > 0
 
-    save_checkpoint()
     progress.close()
     envs.close()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
-    if args.track:
-        wandb.finish()
-    print(f"step {global_step:,}: mean return {score} over the last {len(recent_scores)} episodes, L = {length}")
-    print(f"metrics and checkpoint: {folder}")
+    if world_size > 1:
+        dist.destroy_process_group()
+    if rank == 0:
+        save_checkpoint()
+        if args.track:
+            import wandb
+
+            wandb.finish()
+        result = f"mean return {score} over the last {len(recent_scores)} episodes"
+        print(f"step {global_step:,}: {result}, L = {adaptive_length:.1f}")
+        print(f"metrics and checkpoint: {folder}")
     return folder
 
 
