@@ -1,0 +1,31 @@
+import signal
+
+import pytest
+import torch
+from helpers import SmallNetwork
+
+import pqn_abs
+
+torch.set_num_threads(1)  # the networks are small
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """main() puts them back when it ends, but not where a test cuts it short."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(envs, network, **arguments) runs the script on an environment and a network of our own."""
+
+    def run(envs, network=SmallNetwork, **arguments):
+        monkeypatch.setattr(pqn_abs, "make_envs", lambda args: envs)
+        monkeypatch.setattr(pqn_abs, "QNetwork", network)
+        arguments = {"num_envs": envs.num_envs, "runs_dir": str(tmp_path), "precision": "float32"} | arguments
+        return pqn_abs.main(pqn_abs.Args(device="cpu", **arguments))
+
+    return run
