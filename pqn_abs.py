@@ -97,6 +97,7 @@ class Args:
 
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
     precision: str = "auto"  # of the network's body: float32, bfloat16 or auto (bfloat16 where the hardware has it)
+    compile: bool = False  # torch.compile the network; goes on without where there is no working compiler
     runs_dir: str = "runs"  # where the run's folder is made
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
     resume: str | None = None  # a checkpoint.pt to go on from; the other arguments come from it
@@ -373,6 +374,13 @@ def average(tensor, world_size: int):
 
 def main(args: Args) -> Path | None:
     """Train; returns the run's folder (None in all but the first of several processes)."""
+
+    def finish_iteration(signum, frame):
+        nonlocal interrupted
+        interrupted = True
+        if world_size == 1:  # torchrun passes a Ctrl-C on, which would be the second one
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
+
     check_args(args)
     device, dtype = pick_device(args)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -380,6 +388,8 @@ def main(args: Args) -> Path | None:
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
     envs = make_envs(args)
+    interrupted = False
+    handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
     num_envs, longest = args.num_envs, args.rollout_max if args.adapt_rollout else args.num_steps
@@ -393,7 +403,7 @@ def main(args: Args) -> Path | None:
     chunk_size = 256 if device.type == "cpu" else 2**16  # a CPU is faster on what fits its cache
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
-    recent_scores, score, shown_divergence = deque(maxlen=100), None, None
+    recent_scores, shown_divergence = deque(maxlen=100), None
     if checkpoint:
         q_network.load_state_dict(checkpoint["network"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -420,15 +430,6 @@ def main(args: Args) -> Path | None:
         """A seed that no two runs, processes or iterations share."""
         return int(np.random.SeedSequence(args.seed, spawn_key=(process, iteration)).generate_state(1, dtype)[0])
 
-    def finish_iteration(signum, frame):
-        nonlocal stop
-        stop = True
-        if world_size == 1:  # torchrun passes a Ctrl-C on, which would be the second one
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
-
-    stop = False
-    handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
-
     next_obs, _ = envs.reset(seed=seed_of(rank, np.uint32) >> 2)  # environment i gets this + i, below 2^31
     # Storage for the longest rollout. Observations are kept once, as they come: E · L_max · 28,224 bytes of uint8.
     obs = torch.from_numpy(next_obs).new_zeros((longest, *next_obs.shape), device=device)
@@ -439,11 +440,19 @@ def main(args: Args) -> Path | None:
     scores, lengths, lives = np.zeros((3, num_envs))
     lost_life = np.zeros(num_envs, dtype=bool)
 
+    if args.compile:
+        try:
+            torch.compile(q_network)(obs[0])
+            q_network.compile()
+            old_network.compile()
+        except Exception as error:  # no C++ compiler, no Triton, ...: torch has many ways to say it
+            print(f"--compile: {type(error).__name__}, so this run goes on without", file=sys.stderr)
     if rank == 0:
         save_checkpoint()
     saved_at = time.perf_counter()
     progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=rank > 0)
 
+    stop = False
     while global_step < args.total_timesteps and not stop:
         started = time.perf_counter()
         torch.manual_seed(seed_of(rank, np.uint64))
@@ -460,7 +469,8 @@ def main(args: Args) -> Path | None:
         explore = torch.rand((length, num_envs), device=device) < epsilon
         random_actions = torch.randint(envs.single_action_space.n, (length, num_envs), device=device)
         for t in range(length):
-            obs[t] = torch.from_numpy(next_obs)
+            frames = torch.from_numpy(next_obs)  # to a GPU once, as uint8, from pinned memory
+            obs[t].copy_(frames.pin_memory() if device.type == "cuda" else frames, non_blocking=True)
             with torch.no_grad(), autocast:
                 values[t], greedy_actions = q_network(obs[t]).max(-1)
             actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
@@ -529,7 +539,7 @@ def main(args: Args) -> Path | None:
         took = time.perf_counter() - started
         seconds += took
         if rank == 0:
-            score = sum(recent_scores) / len(recent_scores) if recent_scores else None
+            score = np.mean(recent_scores).item() if recent_scores else None
             row = {
                 "global_step": global_step,
                 "charts/seconds": seconds,
@@ -551,7 +561,7 @@ def main(args: Args) -> Path | None:
             if time.perf_counter() - saved_at > args.checkpoint_every:
                 save_checkpoint()
                 saved_at = time.perf_counter()
-        stop = average(torch.tensor(float(stop), device=device), world_size).item() > 0
+        stop = average(torch.tensor(float(interrupted), device=device), world_size).item() > 0
 
     progress.close()
     envs.close()
@@ -565,7 +575,7 @@ def main(args: Args) -> Path | None:
             import wandb
 
             wandb.finish()
-        result = f"mean return {score} over the last {len(recent_scores)} episodes"
+        result = f"mean return {np.mean(recent_scores):.2f}" if recent_scores else "no episode ended yet"
         print(f"step {global_step:,}: {result}, L = {adaptive_length:.1f}")
         print(f"metrics and checkpoint: {folder}")
     return folder

@@ -212,7 +212,8 @@ def breakdown(words: list[str]) -> dict:
             marks.append((time.perf_counter(), dict(spent)))
 
     class WatchCopies(TorchFunctionMode):
-        moving = (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.to, torch.Tensor.cpu)
+        names = "__getitem__ __setitem__ to cpu copy_ pin_memory index_select".split()
+        moving = tuple(getattr(torch.Tensor, name) for name in names)
 
         def __torch_function__(self, function, types, args=(), kwargs=None):
             return (timed("copies", function) if function in self.moving else function)(*args, **(kwargs or {}))
