@@ -10,7 +10,7 @@
 #     "tqdm>=4.67",
 # ]
 # ///
-"""PQN with Adaptive Batch Scaling (ABS), on Atari, in one file.
+r"""PQN with Adaptive Batch Scaling (ABS), on Atari, in one file.
 
 PQN [arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a replay buffer nor a
 target network. ABS [arXiv 2605.21557] lets its batch follow the policy: every K iterations it measures in what share
@@ -23,8 +23,9 @@ rollouts by it. A volatile policy gets short rollouts and small batches, a stabl
     L_adapt <- (1 - beta) L_adapt + beta L',       batch |B| = E L_adapt
 
 One GPU, the paper's settings:   python pqn_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop, no GPU, 15 minutes:    python pqn_abs.py --env-id PongNoFrameskip-v4 --num-envs 32 --num-minibatches 8
-                                        --adapt-frequency 10 --total-timesteps 1000000
+A laptop without a GPU:          python pqn_abs.py --env-id PongNoFrameskip-v4 --num-envs 32 --num-minibatches 8 \
+                                     --adapt-frequency 10 --total-timesteps 1000000
+Several GPUs, L shared by all:   torchrun --nproc-per-node 4 pqn_abs.py --env-id BreakoutNoFrameskip-v4
 The baseline, L = 32 throughout: python pqn_abs.py --no-adapt-rollout
 After Ctrl-C or a crash:         python pqn_abs.py --resume runs/.../checkpoint.pt
 """
@@ -61,13 +62,13 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    """PQN with Adaptive Batch Scaling. Defaults are the paper's, and so are the symbols in brackets."""
+    """PQN with Adaptive Batch Scaling. Defaults are the paper's where it gives them; so are the symbols in brackets."""
 
     env_id: str = "BreakoutNoFrameskip-v4"  # Atari game: ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5 (sticky)
-    seed: int = 1  # of the network, the exploration and the environments
+    seed: int = 1  # seed of the network, the exploration and the environments
     total_timesteps: int = 20_000_000  # [T_total] environment steps, of 4 frames each
     num_envs: int = 128  # [E] environments in parallel
-    learning_rate: float = 2.5e-4  # of RAdam, constant
+    learning_rate: float = 2.5e-4  # learning rate of RAdam, constant
     gamma: float = 0.99  # [γ] discount
     q_lambda: float = 0.65  # [λ] of the Q(λ) targets; 0 is one-step Q-learning, 1 is Monte Carlo
     num_minibatches: int = 4  # mini-batches per epoch; each grows with the rollout, as their number is fixed
@@ -82,21 +83,23 @@ class Args:
     the frame limit"""
 
     adapt_rollout: bool = True  # let L follow BD; --no-adapt-rollout is plain PQN with L = num_steps
-    num_steps: int = 32  # base steps per rollout and environment: L_adapt at the start
+    num_steps: int = 32  # steps per environment in the first rollout, and in all with --no-adapt-rollout
     rollout_min: int = 16  # [L_min] rollout of a volatile policy
     rollout_max: int = 64  # [L_max] rollout of a stable policy
     adapt_frequency: int = 50  # [K] iterations from one measurement of BD to the next
     delta_min: float = 0.05  # [δ_min] BD at and below which the policy counts as stable
     delta_max: float = 0.95  # [δ_max] BD at and above which it counts as volatile
     beta: float = 0.1
-    """[β] smoothing of L_adapt: 1 follows BD at once, 0 never; the paper gives no value; a run measures BD 50 to 100
+    """[β] smoothing of L_adapt: 1 follows BD at once, 0 never; the paper gives no value; a run measures BD about 100
     times, each time noisily, and 0.1 averages over about ten of them"""
     reference_states: int = 2048
     """[M] size of B_ref, or all states of a smaller rollout; the paper gives no value; 2048 = 128 x 16 is its smallest
-    batch, and keeps the standard error of BD under 0.012"""
+    batch, and would put the standard error of BD under 0.012 if its states were independent"""
 
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
-    precision: str = "auto"  # of the network's body: float32, bfloat16 or auto (bfloat16 where the hardware has it)
+    precision: str = (
+        "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 where the hardware has it)
+    )
     compile: bool = False  # torch.compile the network; goes on without where there is no working compiler
     runs_dir: str = "runs"  # where the run's folder is made
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
@@ -132,17 +135,19 @@ class QNetwork(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm([20, 20, 32]), nn.LayerNorm([9, 9, 64])
         self.norm3, self.norm4 = nn.LayerNorm([7, 7, 64]), nn.LayerNorm(512)
         self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
-        self.to(memory_format=torch.channels_last)  # images lie as (N, H, W, C) in memory: learning takes 12% less time
+        self.to(
+            memory_format=torch.channels_last
+        )  # images lie as (N, H, W, C) in memory: learning takes 10% less CPU time
 
     def forward(self, frames):
-        def norm_relu(norm, x):  # over all of (H, W, C), in the order in which they lie in memory
+        def norm_relu(norm, x):  # (N, C, H, W) in and out; LayerNorm sees (N, H, W, C), as it lies in memory
             return F.relu(norm(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
         # uint8 / 255 is slow: cast to the type that conv1 computes in, and divide its weights instead of the pixels
         kind = frames.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         x = frames.to(dtype).contiguous(memory_format=torch.channels_last)
-        x = norm_relu(self.norm1, F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, stride=4))
+        x = norm_relu(self.norm1, F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, self.conv1.stride))
         x = norm_relu(self.norm2, self.conv2(x))
         x = norm_relu(self.norm3, self.conv3(x))
         x = F.relu(self.norm4(self.hidden(x.permute(0, 2, 3, 1).flatten(1))))
@@ -155,18 +160,16 @@ def make_envs(args: Args):
     """args.num_envs times the Atari game args.env_id, as Gymnasium's registry describes it, in one vector environment.
 
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two max-pooled; rewards
-    are score points. To train on something else, return any Gymnasium VectorEnv here that has discrete actions and
-    same-step autoreset: its step() gives the next episode's first observation when an episode ends, and the ended
-    one's last observation in info["final_obs"].
+    are score points, of which learning sees the sign. To train on something else, return any Gymnasium VectorEnv here
+    that has discrete actions and same-step autoreset: its step() gives the next episode's first observation when an
+    episode ends, and the ended one's last observation in info["final_obs"].
     """
     gymnasium.register_envs(ale_py)
-    games = {name: spec.kwargs for name, spec in gymnasium.registry.items() if "game" in spec.kwargs}
+    games = {k: spec.kwargs for k, spec in gymnasium.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"}
     playable = {name.lower(): name for name, game in games.items() if isinstance(game["frameskip"], int)}
     if args.env_id not in playable.values():
-        known = (
-            "is no Atari game: replace make_envs to train on it" if args.env_id in gymnasium.registry else "is unknown"
-        )
-        problem = "skips frames at random" if args.env_id in games else known
+        problem = "is no Atari game" if args.env_id in gymnasium.registry else "is unknown"
+        problem = "skips frames at random" if args.env_id in games else problem
         near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
         fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
     game = games[args.env_id]
@@ -188,7 +191,7 @@ def make_envs(args: Args):
 
 def linear_schedule(start: float, end: float, duration: float, t: int) -> float:
     """A straight line from start at t = 0 to end at t = duration, and end from there on."""
-    return start + (end - start) * min(1.0, t / max(1.0, duration))
+    return end if t >= duration else start + (end - start) * t / duration
 
 
 def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_lambda: float):
@@ -196,8 +199,9 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
 
     G_t = r_t + γ (1 - terminated_t) [ λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a) ]
 
-    next_values[t] is max_a Q(s_{t+1}, a) of the state that truly followed, in the same episode. Where the rollout ends
-    or a time limit cuts the episode (truncated) there is no G_{t+1}, and this value stands in for it.
+    next_values[t] is max_a Q(s_{t+1}, a) of the state that truly followed, in the same episode (not used where
+    terminated). Where the rollout ends or a time limit cuts the episode (truncated) there is no G_{t+1}, and this value
+    stands in for it.
     """
     returns = torch.empty_like(next_values)
     next_return = next_values[-1]
@@ -220,10 +224,10 @@ def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) 
     return torch.cat(changed).float().mean().item()
 
 
-def rollout_length(divergence: float, current: float, delta: tuple, length: tuple, beta: float) -> float:
+def rollout_length(divergence: float, current: float, thresholds: tuple, bounds: tuple, beta: float) -> float:
     """The next L_adapt, a real number of steps, from the divergence and the current L_adapt [ABS, Eq. 4].
 
-    delta is (δ_min, δ_max), length is (L_min, L_max), beta is β:
+    thresholds are (δ_min, δ_max), bounds (L_min, L_max), beta is the smoothing β:
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
@@ -232,144 +236,10 @@ def rollout_length(divergence: float, current: float, delta: tuple, length: tupl
     The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable policy (α = 0) would
     never grow. So it is a constant of its own here, β.
     """
-    clipped = min(max(divergence, delta[0]), delta[1])
-    alpha = math.log(clipped / delta[0]) / math.log(delta[1] / delta[0])
-    target = length[1] - alpha * (length[1] - length[0])
+    clipped = min(max(divergence, thresholds[0]), thresholds[1])
+    alpha = math.log(clipped / thresholds[0]) / math.log(thresholds[1] / thresholds[0])
+    target = bounds[1] - alpha * (bounds[1] - bounds[0])
     return (1 - beta) * current + beta * target
-
-
-# --- Input checks, files and processes: nothing from here to main() is about the algorithm. ---
-
-
-def fail(message: str, status: int = 2):
-    """End with one line on stderr. Status 2: the input is wrong, nothing was done; 1: the run went wrong."""
-    if status == 1 or os.environ.get("RANK", "0") == "0":  # of several processes, one complains about the input
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(status)
-
-
-def check_args(args: Args) -> None:
-    """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it."""
-    counts = "total_timesteps num_envs num_minibatches update_epochs num_steps rollout_min adapt_frequency"
-    rules = [(name, getattr(args, name) >= 1, "at least 1") for name in (counts + " reference_states").split()]
-    shares = "gamma q_lambda start_e end_e exploration_fraction beta"
-    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
-    positives = "learning_rate max_grad_norm checkpoint_every"
-    rules += [(name, 0 < getattr(args, name) < math.inf, "positive and finite") for name in positives.split()]
-    shortest, longest = (args.rollout_min, args.rollout_max) if args.adapt_rollout else (args.num_steps, args.num_steps)
-    rules += [
-        ("seed", args.seed >= 0, "at least 0"),
-        ("rollout_max", args.rollout_max >= args.rollout_min, f"at least rollout-min, {args.rollout_min}"),
-        ("num_steps", shortest <= args.num_steps <= longest, f"in the rollout range, {shortest} to {longest}"),
-        ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
-        ("delta_max", args.delta_max <= 1, "at most 1"),
-        ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
-        ("precision", args.precision in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
-    ]
-    for name, fine, need in rules:
-        if not fine:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {need}")
-
-
-def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
-    """The device, and the precision of the network's body: bfloat16 where the hardware multiplies it natively."""
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
-        fail(f"--device {name}: it must be auto, cpu, cuda or cuda:N")
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
-    if name == "cpu":
-        native = any(torch.cpu.get_capabilities().get(feature) for feature in ("avx512_bf16", "amx_bf16"))
-    elif device.index >= torch.cuda.device_count():
-        fail(f"--device {device}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; try --device cpu")
-    else:
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    precision = args.precision.replace("auto", "bfloat16" if native else "float32")
-    return device, torch.bfloat16 if precision == "bfloat16" else torch.float32
-
-
-def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint of this script. With weights_only=True a file from a stranger can't run code."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
-    except FileNotFoundError:
-        fail(f"--resume {path}: there is no such file")
-    except Exception:  # torch.load has about ten ways to say it of torn and foreign files
-        fail(f"--resume {path}: this is no checkpoint, or not a whole one")
-    if script != Path(__file__).name:
-        fail(f"--resume {path}: this checkpoint is from {script}; resume it there")
-    return checkpoint
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line. With --resume the checkpoint's arguments are the defaults, and few may be changed."""
-    args = tyro.cli(Args, args=argv)
-    if args.resume:
-        saved = load_checkpoint(args.resume)["args"]
-        args = tyro.cli(Args, args=argv, default=Args(**saved))
-        for name, value in asdict(args).items():
-            if name not in RESUME_MAY_CHANGE.split() and value != saved[name]:
-                fail(f"--{name.replace('_', '-')} {value} contradicts the checkpoint's {saved[name]}: leave it out")
-    return args
-
-
-class Table:
-    """A CSV file, a dict a row, each on disk once written; rows after last_step are cut off when it is opened."""
-
-    mirror = None  # a function that gets each row too
-
-    def __init__(self, path: Path, last_step: int):
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        kept = lines[:1] + [line for line in lines[1:] if line[-1] == "\n" and int(line.split(",")[0]) <= last_step]
-        path.with_suffix(".tmp").write_text("".join(kept))
-        os.replace(path.with_suffix(".tmp"), path)
-        self.file, self.empty = path.open("a", buffering=1), not kept
-
-    def write(self, row: dict) -> None:
-        if self.empty:
-            self.file.write(",".join(row) + "\n")
-        self.empty = False
-        self.file.write(",".join("" if value is None else str(value) for value in row.values()) + "\n")
-        if self.mirror:
-            self.mirror({name: value for name, value in row.items() if value is not None})
-
-
-def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: int):
-    """The folder <runs_dir>/<env>__<script>__<seed>__<time>, or the checkpoint's, with config.json, and its tables."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    versions = {module.__name__: str(module.__version__) for module in (torch, gymnasium, ale_py, np)}
-    config = {"script": Path(__file__).name, "args": asdict(args), "python": platform.python_version()} | versions
-    config |= {"device": f"{device} ({processor}), {dtype}", "git_commit": commit or None}
-    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__"
-    names = (Path(args.runs_dir, f"{name}{second}") for second in itertools.count(int(time.time())))
-    folder = Path(args.resume).parent if args.resume else next(path for path in names if not path.exists())
-    try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        metrics, episodes = (Table(folder / name, last_step) for name in ("metrics.csv", "episodes.csv"))
-    except OSError as error:
-        fail(f"can't write to {folder}: {error.strerror}")
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
-        wandb.init(**names, name=folder.name, id=folder.name, resume="allow", config=config)
-        wandb.define_metric("*", step_metric="global_step")
-        metrics.mirror = episodes.mirror = wandb.log
-    return folder, metrics, episodes
-
-
-def average(tensor, world_size: int):
-    """The mean over all processes, in place; with one process, the tensor as it is."""
-    if world_size > 1:
-        try:
-            dist.all_reduce(tensor)
-        except RuntimeError as error:
-            fail(f"another process is gone, so this one ends; go on with --resume ({str(error).splitlines()[0]})", 1)
-        tensor /= world_size
-    return tensor
 
 
 def main(args: Args) -> Path | None:
@@ -378,7 +248,7 @@ def main(args: Args) -> Path | None:
     def finish_iteration(signum, frame):
         nonlocal interrupted
         interrupted = True
-        if world_size == 1:  # torchrun passes a Ctrl-C on, which would be the second one
+        if world_size == 1:  # torchrun may pass a signal on twice; it ends what is left after 30 s
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
     check_args(args)
@@ -387,14 +257,17 @@ def main(args: Args) -> Path | None:
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
+    if rank == 0:
+        print(f"starting {args.num_envs} x {args.env_id} on {device}, {dtype}")  # which takes seconds
     envs = make_envs(args)
     interrupted = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
-    num_envs, longest = args.num_envs, args.rollout_max if args.adapt_rollout else args.num_steps
+    num_envs = args.num_envs
+    longest = args.rollout_max if args.adapt_rollout else args.num_steps  # rollout, in steps
 
-    torch.manual_seed(args.seed)  # the same network in every process
+    torch.manual_seed(args.seed)
     q_network = QNetwork(envs).to(device)
     old_network = copy.deepcopy(q_network)  # θ_old
     parameters = list(q_network.parameters())
@@ -414,30 +287,34 @@ def main(args: Args) -> Path | None:
     folder = None
     if rank == 0:
         folder, metrics, episodes = open_run(args, device, dtype, global_step)
-        print(f"{folder}: {device}, {dtype}, {sum(p.numel() for p in parameters):,} parameters")
+        print(f"{sum(p.numel() for p in parameters):,} parameters; this run is in {folder}")
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        for parameter in parameters:  # processors of several kinds may differ in the last bit
+            dist.broadcast(parameter.data, 0)
 
     def save_checkpoint():
         state = {"network": q_network.state_dict(), "optimizer": optimizer.state_dict(), "args": asdict(args)}
         state |= {"global_step": global_step, "adaptive_length": adaptive_length, "recent_scores": list(recent_scores)}
-        state |= {"iteration": iteration}  # all random numbers follow from the seed and this: it is the RNG state
+        state |= {"iteration": iteration}  # each one seeds its random numbers anew: there is no RNG state to keep
         state |= {"script": Path(__file__).name, "world_size": world_size, "seconds": seconds}
         torch.save(state, folder / "checkpoint.tmp")
         os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # at any moment, one whole file is there
 
-    def seed_of(process: int, dtype) -> int:
-        """A seed that no two runs, processes or iterations share."""
-        return int(np.random.SeedSequence(args.seed, spawn_key=(process, iteration)).generate_state(1, dtype)[0])
+    def fresh_seed() -> int:
+        """31 bits that differ with the run's seed, the process and the iteration."""
+        sequence = np.random.SeedSequence(args.seed, spawn_key=(rank, iteration))
+        return int(sequence.generate_state(1)[0]) >> 1
 
-    next_obs, _ = envs.reset(seed=seed_of(rank, np.uint32) >> 2)  # environment i gets this + i, below 2^31
-    # Storage for the longest rollout. Observations are kept once, as they come: E · L_max · 28,224 bytes of uint8.
+    next_obs, _ = envs.reset(seed=fresh_seed() // 2)  # environment i gets this + i, which must stay below 2^31
+    # Storage for the longest rollout. Observations are kept once, as they come: E · L_max · 28,224 bytes of uint8;
+    # s_{t+1} is row t + 1. values are max_a Q(s_t, a); final_values that of the last state of an episode cut at t.
     obs = torch.from_numpy(next_obs).new_zeros((longest, *next_obs.shape), device=device)
     actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
     values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
     rewards = np.zeros((longest, num_envs), dtype=np.float32)
     terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
-    scores, lengths, lives = np.zeros((3, num_envs))
+    scores, episode_steps, lives = np.zeros((3, num_envs))
     lost_life = np.zeros(num_envs, dtype=bool)
 
     if args.compile:
@@ -455,7 +332,7 @@ def main(args: Args) -> Path | None:
     stop = False
     while global_step < args.total_timesteps and not stop:
         started = time.perf_counter()
-        torch.manual_seed(seed_of(rank, np.uint64))
+        torch.manual_seed(fresh_seed())
         length = round(adaptive_length)
         batch_size = length * num_envs
         # K counts iterations: BD compares the policies before and after the updates of one iteration, every K-th.
@@ -474,36 +351,34 @@ def main(args: Args) -> Path | None:
             with torch.no_grad(), autocast:
                 values[t], greedy_actions = q_network(obs[t]).max(-1)
             actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-            if lost_life.any():
+            if lost_life.any():  # in the step before: press FIRE, or Breakout never goes on
                 actions[t, torch.from_numpy(lost_life)] = envs.fire_action
             next_obs, reward, terminated[t], truncated[t], info = envs.step(actions[t].cpu().numpy())
             global_step += num_envs * world_size
             rewards[t] = np.sign(reward)
-            scores, lengths, done = scores + reward, lengths + 1, terminated[t] | truncated[t]
+            scores, episode_steps, done = scores + reward, episode_steps + 1, terminated[t] | truncated[t]
             if truncated[t].any():  # the value of the cut episode's own last observation, not of the next one's first
                 last_obs = torch.from_numpy(np.stack(info["final_obs"][truncated[t]])).to(device)
                 with torch.no_grad(), autocast:
                     final_values[t, torch.from_numpy(truncated[t])] = q_network(last_obs).max(-1).values
             if args.episodic_life:
-                lost_life = (info["lives"] < lives) & ~done  # after an episode's end, lives are the next one's
+                lost_life = (info["lives"] < lives) & ~done  # where one is done, lives are the next episode's
                 lives, terminated[t] = info["lives"], terminated[t] | lost_life
             for i in np.flatnonzero(done):
                 recent_scores.append(float(scores[i]))
                 if rank == 0:
-                    row = {"episodic_return": float(scores[i]), "episodic_length": int(lengths[i])}
+                    row = {"episodic_return": float(scores[i]), "episodic_length": int(episode_steps[i])}
                     episodes.write({"global_step": global_step, **row})
-                scores[i] = lengths[i] = 0
+                scores[i] = episode_steps[i] = 0
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes over the rollout in shuffled mini-batches.
         with torch.no_grad(), autocast:
             values[length] = q_network(torch.from_numpy(next_obs).to(device)).max(-1).values
-        flags = torch.from_numpy(np.stack([terminated[:length], truncated[:length]])).to(device)
-        next_values = torch.where(flags[1], final_values[:length], values[1 : length + 1])
-        returns = lambda_returns(
-            torch.from_numpy(rewards[:length]).to(device), next_values, *flags, args.gamma, args.q_lambda
-        )
+        reward, term, trunc = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated))
+        next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
+        returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
         b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
-        totals = torch.zeros(3, device=device)
+        totals = torch.zeros(3, device=device)  # of the loss, Q(s, a) and the gradient norm
         for _ in range(args.update_epochs):
             for minibatch in torch.randperm(batch_size, device=device).tensor_split(args.num_minibatches):
                 for chunk in minibatch.split(chunk_size):  # gradients add up over the chunks
@@ -521,12 +396,13 @@ def main(args: Args) -> Path | None:
         td_loss, q_values, grad_norm = (totals / (args.update_epochs * args.num_minibatches)).tolist()
         if not math.isfinite(td_loss + grad_norm):
             progress.close()
-            fail(f"the loss is not finite at step {global_step}; the last good state is {folder}/checkpoint.pt", 1)
+            fail(f"the loss is not finite at step {global_step}; the last good checkpoint is {folder}/checkpoint.pt", 1)
 
         # 3. Adapt: measure how far the update moved the policy, and let the next rollouts follow.
         divergence = None
         if measure:
-            reference = b_obs[torch.randperm(batch_size, device=device)[: args.reference_states]]  # B_ref
+            sample = torch.randperm(batch_size, device=device)[: args.reference_states]
+            reference = b_obs.index_select(0, sample)  # B_ref, from the rollout just learned from
             with autocast:
                 divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
             divergence = average(torch.tensor(divergence, device=device), world_size).item()
@@ -564,21 +440,164 @@ def main(args: Args) -> Path | None:
         stop = average(torch.tensor(float(interrupted), device=device), world_size).item() > 0
 
     progress.close()
+    if rank == 0:
+        save_checkpoint()
+        result = f"mean return {np.mean(recent_scores):.2f}" if recent_scores else "no episode has ended yet"
+        print(f"step {global_step:,}: {result}, L = {adaptive_length:.1f}")
+        print(f"metrics and checkpoint: {folder}")
+        if args.track:
+            metrics.wandb.finish()
     envs.close()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     if world_size > 1:
         dist.destroy_process_group()
-    if rank == 0:
-        save_checkpoint()
-        if args.track:
-            import wandb
-
-            wandb.finish()
-        result = f"mean return {np.mean(recent_scores):.2f}" if recent_scores else "no episode ended yet"
-        print(f"step {global_step:,}: {result}, L = {adaptive_length:.1f}")
-        print(f"metrics and checkpoint: {folder}")
     return folder
+
+
+# --- Input checks, files and processes: nothing from here on is about the algorithm. ---
+
+
+def fail(message: str, status: int = 2):
+    """End with one line on stderr. Status 2: the input is wrong, nothing was done; 1: the run went wrong."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes on a machine, one speaks
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def check_args(args: Args) -> None:
+    """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it."""
+    counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
+    rules = [(name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]]
+    shares = "gamma q_lambda start_e end_e exploration_fraction beta"
+    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
+    positives = "learning_rate max_grad_norm checkpoint_every"
+    rules += [(name, 0 < getattr(args, name) < math.inf, "positive and finite") for name in positives.split()]
+    shortest, longest = (args.rollout_min, args.rollout_max) if args.adapt_rollout else (args.num_steps, args.num_steps)
+    rules += [
+        ("seed", 0 <= args.seed < 2**63, "at least 0 and below 2^63"),
+        ("rollout_max", args.rollout_max >= args.rollout_min, f"at least rollout-min, {args.rollout_min}"),
+        ("num_steps", shortest <= args.num_steps <= longest, f"in the rollout range, {shortest} to {longest}"),
+        ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
+        ("delta_max", args.delta_max <= 1, "at most 1"),
+        ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
+        ("precision", args.precision in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+    ]
+    for name, fine, need in rules:
+        if not fine:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {need}")
+
+
+def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
+    """The device, and the precision of the network's body: bfloat16 where the hardware multiplies it natively."""
+    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if name == "cpu":
+        device, capabilities = torch.device("cpu"), torch.cpu.get_capabilities()
+        native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    elif not re.fullmatch(r"cuda(:\d+)?", name) or (processes > 1 and ":" in name):
+        fail(f"--device {name}: it must be auto, cpu, cuda or, for a single process, cuda:N")
+    else:
+        device = torch.device(name if ":" in name else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        if max(processes, device.index + 1) > torch.cuda.device_count():
+            fail(f"--device {name}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+        torch.cuda.set_device(device)
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = args.precision.replace("auto", "bfloat16" if native else "float32")
+    return device, torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint of this script. With weights_only=True a file from a stranger can't run code."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script, same_flags = checkpoint["script"], checkpoint["args"].keys() == asdict(Args()).keys()
+    except FileNotFoundError:
+        fail(f"--resume {path}: there is no such file")
+    except Exception:  # torch.load has about ten ways to say it of torn and foreign files
+        fail(f"--resume {path}: this is no checkpoint, or not a whole one")
+    if script != Path(__file__).name:
+        fail(f"--resume {path}: this checkpoint is from {script}; resume it there")
+    if not same_flags:
+        fail(f"--resume {path}: this checkpoint is from a version of {script} that has other options")
+    return checkpoint
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line. With --resume the checkpoint's arguments are the defaults, and few may be changed."""
+    args = tyro.cli(Args, args=argv)
+    if args.resume:
+        saved = load_checkpoint(args.resume)["args"]
+        args = tyro.cli(Args, args=argv, default=Args(**saved))
+        for name, value in asdict(args).items():
+            if name not in RESUME_MAY_CHANGE.split() and value != saved[name]:
+                fail(f"--{name.replace('_', '-')} {value} contradicts the checkpoint's {saved[name]}: leave it out")
+    return args
+
+
+class Table:
+    """A CSV file, a dict a row, each on disk once written; rows after last_step are cut off when it is opened."""
+
+    wandb = None  # gets each row too, with --track
+
+    def __init__(self, path: Path, last_step: int):
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = lines[:1] + [line for line in lines[1:] if line[-1] == "\n" and int(line.split(",")[0]) <= last_step]
+        path.with_suffix(".tmp").write_text("".join(kept))
+        os.replace(path.with_suffix(".tmp"), path)
+        self.file, self.empty = path.open("a", buffering=1), not kept
+
+    def write(self, row: dict) -> None:
+        if self.empty:
+            self.file.write(",".join(row) + "\n")
+        self.empty = False
+        self.file.write(",".join("" if value is None else str(value) for value in row.values()) + "\n")
+        if self.wandb:
+            self.wandb.log({name: value for name, value in row.items() if value is not None})
+
+
+def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: int):
+    """The folder <runs_dir>/<env>__<script>__<seed>__<time>, or the checkpoint's, with config.json, and its tables."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    versions = {module.__name__: str(module.__version__) for module in (torch, gymnasium, ale_py, np)}
+    config = {"script": Path(__file__).name, "args": asdict(args), "python": platform.python_version()} | versions
+    config |= {"device": f"{device} ({processor}), {dtype}", "git_commit": commit or None}
+    game = re.sub(r"[^\w.-]", "-", args.env_id)
+    names = (f"{game}__{Path(__file__).stem}__{args.seed}__{second}" for second in itertools.count(int(time.time())))
+    new = (Path(args.runs_dir, name) for name in names)
+    folder = Path(args.resume).parent if args.resume else next(path for path in new if not path.exists())
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
+        try:
+            wandb.init(**names, name=folder.name, id=folder.name, resume="allow", config=config)
+        except wandb.Error as error:
+            fail(f"--track: {str(error).splitlines()[0]} (or set WANDB_MODE=offline)")
+        wandb.define_metric("*", step_metric="global_step")
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        metrics, episodes = (Table(folder / name, last_step) for name in ("metrics.csv", "episodes.csv"))
+    except OSError as error:
+        fail(f"can't write to {folder}: {error.strerror}")
+    metrics.wandb = episodes.wandb = wandb if args.track else None
+    return folder, metrics, episodes
+
+
+def average(tensor, world_size: int):
+    """The mean over all processes, in place; with one process, the tensor as it is."""
+    if world_size > 1:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            message = f"another process is gone ({str(error).splitlines()[0]}), so this one ends; --resume goes on"
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr)  # whichever process it is
+            raise SystemExit(1) from None
+        tensor /= world_size
+    return tensor
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
+import os
 import signal
 
 import pytest
 import torch
-from helpers import SmallNetwork
+from helpers import SmallNetwork, started
 
 import pqn_abs
 
@@ -16,6 +17,14 @@ def signal_handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_left():
+    yield
+    while started:
+        if (process := started.pop()).poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Runs the script on a small environment, in a process of its own:  driver.py KIND [arguments of pqn_abs.py]
 
 KIND is noise or bandit (with a small network), slow (noise at a tenth of a second a step) or catch (with the real
-network). With DUMP=folder in the environment, the process leaves there what it saw, as RANK.pt.
+network). With DUMP=folder in the environment, the process leaves its id there, as RANK.pid, and at its end what it saw,
+as RANK.pt.
 """
 
 import copy
@@ -24,8 +25,10 @@ class Slow(Noise):
 
 
 kind = {"noise": Noise, "bandit": Bandit, "slow": Slow, "catch": Catch}[sys.argv[1]]
-seen = {"orders": [], "lengths": [], "pid": os.getpid()}
-dump = os.environ.get("DUMP")
+seen = {"orders": [], "lengths": []}
+dump, rank = os.environ.get("DUMP"), os.environ.get("RANK", "0")
+if dump:
+    Path(dump, f"{rank}.pid").write_text(str(os.getpid()))
 
 
 def make_envs(args):
@@ -60,4 +63,4 @@ pqn_abs.main(pqn_abs.parse_args(sys.argv[2:]))
 if dump:
     envs, network = seen.pop("envs"), seen.pop("network")
     seen |= {"end": network.state_dict(), "seed": envs.seed, "steps": envs.steps}
-    torch.save(seen, Path(dump, f"{os.environ.get('RANK', 0)}.pt"))
+    torch.save(seen, Path(dump, f"{rank}.pt"))

@@ -47,7 +47,8 @@ class Noise(SmallEnvs):
         return self.frames(), {"lives": self.lives.copy()}
 
     def step(self, actions):
-        self.lives = self.lives - (self.rng.random(self.num_envs) < self.lose_life)
+        change = [1 - 1.5 * self.lose_life, self.lose_life, 0.5 * self.lose_life]  # some games give bonus lives
+        self.lives += self.rng.choice([0, -1, 1], p=change, size=self.num_envs)
         terminated = (self.rng.random(self.num_envs) < self.terminate) | (self.lives == 0)
         truncated = self.rng.random(self.num_envs) < self.truncate
         self.lives[terminated | truncated] = self.full_lives
@@ -218,11 +219,16 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+started = []  # processes; conftest.py ends what a test leaves running
+
+
 def start(*command, **environment):
-    """A Python process of its own; its output can be read from .communicate()."""
+    """A Python process of its own, with its own process group; its output can be read from .communicate()."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *map(str, command)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    started.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
+    return started[-1]
 
 
 def wait_for(condition, process=None, seconds=60):

@@ -1,6 +1,8 @@
 """Two processes on the CPU, each with environments of its own, train one network."""
 
 import copy
+import os
+import signal
 import socket
 
 import numpy as np
@@ -11,6 +13,7 @@ from helpers import ROOT, SCRIPT, Noise, SmallNetwork, column, load, same, secon
 import pqn_abs
 
 DRIVER = ROOT / "tests" / "driver.py"
+OPTIONS = "--precision float32 --device cpu --num-envs 4".split()
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 
 
@@ -28,8 +31,7 @@ def start_pair(*command):
 
 def run_pair(folder, kind, *arguments):
     """A run of two processes; its folder, and what each process saw."""
-    options = ["--runs-dir", folder, "--precision", "float32", "--device", "cpu"]
-    process = start(*TORCHRUN, DRIVER, kind, *options, *arguments, DUMP=str(folder))
+    process = start(*TORCHRUN, DRIVER, kind, "--runs-dir", folder, *OPTIONS, *arguments, DUMP=str(folder))
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     seen = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
@@ -38,7 +40,7 @@ def run_pair(folder, kind, *arguments):
 
 @pytest.fixture(scope="module")
 def catch(tmp_path_factory):
-    arguments = """--num-envs 4 --num-minibatches 2 --adapt-frequency 2 --rollout-min 4 --num-steps 8 --rollout-max 16
+    arguments = """--num-minibatches 2 --adapt-frequency 2 --rollout-min 4 --num-steps 8 --rollout-max 16
         --total-timesteps 1000 --learning-rate 0.001"""
     return run_pair(tmp_path_factory.mktemp("catch"), "catch", *arguments.split())
 
@@ -73,10 +75,10 @@ def test_steps_and_batches_count_all_processes(catch):
 
 
 def test_two_processes_update_as_one_does_on_the_joined_batch(tmp_path):
-    arguments = "--num-envs 3 --num-steps 16 --total-timesteps 1 --learning-rate 0.01"
+    arguments = "--num-steps 16 --total-timesteps 1 --learning-rate 0.01"
     folder, seen = run_pair(tmp_path, "noise", *arguments.split())
     args = pqn_abs.Args(**load(folder)["args"])
-    network = SmallNetwork(Noise(3))
+    network = SmallNetwork(Noise(4))
     network.load_state_dict(seen[0]["start"])
     network.double()
     before = copy.deepcopy(network)
@@ -124,9 +126,13 @@ def test_one_process_complains_about_the_input(train, command):
     assert command == "input" or "it takes 1 processes" in errors[0]
 
 
+def wait_for_iterations(folder, process):
+    wait_for(lambda: any(path.read_text().count("\n") > 2 for path in folder.glob("*/metrics.csv")), process)
+
+
 def test_interrupt_of_one_process_stops_both(tmp_path):
-    processes = start_pair(DRIVER, "noise", "--runs-dir", tmp_path, "--num-envs", 2)
-    wait_for(lambda: any(path.read_text().count("\n") > 2 for path in tmp_path.glob("*/metrics.csv")), processes[0])
+    processes = start_pair(DRIVER, "noise", "--runs-dir", tmp_path, *OPTIONS)
+    wait_for_iterations(tmp_path, processes[0])
     processes[1].terminate()
     for process in processes:
         _, errors = process.communicate(timeout=60)
@@ -135,15 +141,25 @@ def test_interrupt_of_one_process_stops_both(tmp_path):
     assert load(folder)["global_step"] == column(folder / "metrics.csv", "global_step", int)[-1]
 
 
+def complains(errors):
+    return any(
+        line.startswith("pqn_abs.py: another process is gone") and "--resume" in line for line in errors.splitlines()
+    )
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_of_one_process_ends_the_other(tmp_path, victim):
-    processes = start_pair(DRIVER, "noise", "--runs-dir", tmp_path, "--num-envs", 2)
-    wait_for(lambda: any(path.read_text().count("\n") > 2 for path in tmp_path.glob("*/metrics.csv")), processes[0])
+    processes = start_pair(DRIVER, "noise", "--runs-dir", tmp_path, *OPTIONS)
+    wait_for_iterations(tmp_path, processes[0])
     processes[victim].kill()
-    try:
-        _, errors = processes[1 - victim].communicate(timeout=60)
-    finally:
-        processes[1 - victim].kill()
-    assert processes[1 - victim].returncode == 1
-    line = errors.splitlines()[-1]
-    assert "another process is gone" in line and "--resume" in line and "Traceback" not in errors
+    survivor = processes[1 - victim]
+    _, errors = survivor.communicate(timeout=60)
+    assert survivor.returncode == 1 and complains(errors) and "Traceback" not in errors
+
+
+def test_death_of_one_process_ends_torchrun(tmp_path):
+    process = start(*TORCHRUN, DRIVER, "noise", "--runs-dir", tmp_path, *OPTIONS, DUMP=str(tmp_path))
+    wait_for_iterations(tmp_path, process)
+    os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and complains(errors)

@@ -124,6 +124,14 @@ def test_schedule_without_duration_is_its_end():
 # --- The network ---
 
 
+def test_network_has_the_papers_layers(network):
+    """Convolutions of 32, 64 and 64 channels, 512 hidden units, a LayerNorm after each, and the head."""
+    convolutions = 32 * (4 * 8 * 8 + 1) + 64 * (32 * 4 * 4 + 1) + 64 * (64 * 3 * 3 + 1)
+    norms = 2 * (32 * 20 * 20 + 64 * 9 * 9 + 64 * 7 * 7 + 512)
+    hidden, head = 512 * (64 * 7 * 7 + 1), 3 * (512 + 1)
+    assert sum(p.numel() for p in network.parameters()) == convolutions + norms + hidden + head
+
+
 def test_network_values_each_frame_by_itself(network, frames):
     one_by_one = torch.cat([network(frame[None]) for frame in frames[:8]])
     assert one_by_one.shape == (8, 3)

@@ -6,8 +6,10 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,15 +94,22 @@ def test_resumed_run_goes_on_where_it_was(train, resume):
     assert measured == list(range(0, len(after[0]), 2))
 
 
-@pytest.mark.parametrize(
-    "table", ["", "global_st", "global_step,a\n", "global_step,a\n5,1\n", "global_step,a\n5,1\n9,"]
-)
-def test_table_goes_on_after_its_last_whole_row(tmp_path, table):
+@pytest.mark.parametrize("kept", ["", "5,1\n", "5,1\n7,2\n"])
+@pytest.mark.parametrize("cut", ["", "6,", "9,3\n", "9,3\n9,4\n10"])
+def test_table_goes_on_after_its_last_whole_row(tmp_path, kept, cut):
     path = tmp_path / "table.csv"
-    path.write_text(rows)
+    path.write_text("global_step,a\n" + kept + cut)
     pqn_abs.Table(path, last_step=7).write({"global_step": 8, "a": None})
-    kept = "5,1\n" if "5,1" in rows else ""
-    assert path.read_text() == f"global_step,a\n{kept}8,\n"
+    assert path.read_text() == "global_step,a\n" + kept + "8,\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "global_st"])
+def test_table_begins_with_its_header(tmp_path, content):
+    path = tmp_path / "table.csv"
+    if content is not None:
+        path.write_text(content)
+    pqn_abs.Table(path, last_step=0).write({"global_step": 8, "a": 0.5})
+    assert path.read_text() == "global_step,a\n8,0.5\n"
 
 
 # --- Interrupting ---
@@ -215,6 +224,20 @@ def test_environments_of_two_runs_share_no_seed(train):
         seeds += range(envs.seed, envs.seed + 128)
     assert len(set(seeds)) == 5 * 128
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_tracking_sends_the_rows_of_both_tables(train, monkeypatch):
+    sent, started, ended = [], [], []
+    wandb = SimpleNamespace(init=lambda **options: started.append(options), define_metric=lambda *args, **options: None)
+    wandb.log, wandb.finish = sent.append, lambda: ended.append(True)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    folder = train(Noise(4), total_timesteps=1000, track=True, wandb_project_name="project")
+    tables = rows(folder / "metrics.csv"), rows(folder / "episodes.csv")
+    for table in tables:
+        expected = [{name: float(value) for name, value in row.items() if value} for row in table]
+        assert [row for row in sent if row.keys() <= table[0].keys()] == expected
+    assert len(sent) == len(tables[0]) + len(tables[1])
+    assert started[0]["project"] == "project" and started[0]["name"] == folder.name and ended
 
 
 def test_run_folder_says_what_it_holds(train):
