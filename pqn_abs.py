@@ -360,7 +360,7 @@ def main(args: Args) -> Path | None:
             if truncated[t].any():  # the value of the cut episode's own last observation, not of the next one's first
                 last_obs = torch.from_numpy(np.stack(info["final_obs"][truncated[t]])).to(device)
                 with torch.no_grad(), autocast:
-                    final_values[t, torch.from_numpy(truncated[t])] = q_network(last_obs).max(-1).values
+                    final_values[t, torch.from_numpy(truncated[t])] = q_network(last_obs).max(-1).values.float()
             if args.episodic_life:
                 lost_life = (info["lives"] < lives) & ~done  # where one is done, lives are the next episode's
                 lives, terminated[t] = info["lives"], terminated[t] | lost_life

@@ -17,7 +17,7 @@ SMALL = {"num_envs": 4, "num_minibatches": 2, "rollout_min": 8, "num_steps": 16,
 def test_a_run_from_the_command_line(tmp_path, monkeypatch, game):
     monkeypatch.chdir(tmp_path)
     options = {f"--{name.replace('_', '-')}": value for name, value in SMALL.items()}
-    options |= {"--env-id": game, "--total-timesteps": 2500, "--adapt-frequency": 3, "--learning-rate": 0.001}
+    options |= {"--env-id": game, "--total-timesteps": 2500, "--adapt-frequency": 3, "--exploration-fraction": 1.0}
     process = start(SCRIPT, *(part for option in options.items() for part in option))
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
