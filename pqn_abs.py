@@ -23,8 +23,9 @@ rollouts by it. A volatile policy gets short rollouts and small batches, a stabl
     L_adapt <- (1 - beta) L_adapt + beta L',       batch |B| = E L_adapt
 
 One GPU, the paper's settings:   python pqn_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop without a GPU:          python pqn_abs.py --env-id PongNoFrameskip-v4 --num-envs 32 --num-minibatches 8 \
-                                     --adapt-frequency 10 --total-timesteps 1000000
+A laptop without a GPU:          python pqn_abs.py --env-id BreakoutNoFrameskip-v4 --episodic-life --num-envs 32 \
+                                     --num-minibatches 16 --adapt-frequency 10 --exploration-fraction 0.2 \
+                                     --end-e 0.01 --total-timesteps 500000
 Several GPUs, L shared by all:   torchrun --nproc-per-node 4 pqn_abs.py --env-id BreakoutNoFrameskip-v4
 The baseline, L = 32 throughout: python pqn_abs.py --no-adapt-rollout
 After Ctrl-C or a crash:         python pqn_abs.py --resume runs/.../checkpoint.pt
@@ -173,6 +174,7 @@ def make_envs(args: Args):
         near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
         fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
     game = games[args.env_id]
+    print(f"starting {args.num_envs} x {args.env_id}")  # on a CPU core, a dozen a second
     envs = AtariVectorEnv(
         game["game"],
         args.num_envs,
@@ -257,8 +259,6 @@ def main(args: Args) -> Path | None:
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
-    if rank == 0:
-        print(f"starting {args.num_envs} x {args.env_id} on {device}, {dtype}")  # which takes seconds
     envs = make_envs(args)
     interrupted = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -287,7 +287,7 @@ def main(args: Args) -> Path | None:
     folder = None
     if rank == 0:
         folder, metrics, episodes = open_run(args, device, dtype, global_step)
-        print(f"{sum(p.numel() for p in parameters):,} parameters; this run is in {folder}")
+        print(f"{sum(p.numel() for p in parameters):,} parameters, {device}, {dtype}; this run is in {folder}")
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         for parameter in parameters:  # processors of several kinds may differ in the last bit

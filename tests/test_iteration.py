@@ -72,7 +72,7 @@ def watch(train, monkeypatch):
         (Noise(3, terminate=0.0, truncate=0.0), ONE | {"q_lambda": 0.0}),
         (Noise(3), ONE | {"max_grad_norm": 0.05, "update_epochs": 3}),  # each gradient is clipped
         (Noise(40), {"learning_rate": 0.01}),  # 1280 transitions: mini-batches of 320 are more than one chunk
-        (Noise(3, full_lives=5, lose_life=0.3), ONE | {"episodic_life": True}),
+        (Noise(8, truncate=0.2, full_lives=2, lose_life=0.3), ONE | {"episodic_life": True}),
         (walks(3, AutoresetMode.SAME_STEP), ONE),
         (walks(3, "SameStep"), ONE | {"start_e": 0.0, "end_e": 0.0}),
     ],
