@@ -98,9 +98,7 @@ class Args:
     batch, and would put the standard error of BD under 0.012 if its states were independent"""
 
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
-    precision: str = (
-        "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 where the hardware has it)
-    )
+    precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
     compile: bool = False  # torch.compile the network; goes on without where there is no working compiler
     runs_dir: str = "runs"  # where the run's folder is made
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
@@ -136,9 +134,8 @@ class QNetwork(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm([20, 20, 32]), nn.LayerNorm([9, 9, 64])
         self.norm3, self.norm4 = nn.LayerNorm([7, 7, 64]), nn.LayerNorm(512)
         self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
-        self.to(
-            memory_format=torch.channels_last
-        )  # images lie as (N, H, W, C) in memory: learning takes 10% less CPU time
+        # Images lie as (N, H, W, C) in memory: a forward and backward pass takes 10% less time on a CPU.
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
         def norm_relu(norm, x):  # (N, C, H, W) in and out; LayerNorm sees (N, H, W, C), as it lies in memory
