@@ -591,7 +591,7 @@ def average(tensor, world_size: int):
             dist.all_reduce(tensor)
         except RuntimeError as error:
             message = f"another process is gone ({str(error).splitlines()[0]}), so this one ends; --resume goes on"
-            print(f"{Path(__file__).name}: {message}", file=sys.stderr)  # whichever process it is
+            tqdm.write(f"{Path(__file__).name}: {message}", file=sys.stderr)  # not into the progress bar's line
             raise SystemExit(1) from None
         tensor /= world_size
     return tensor
