@@ -590,7 +590,8 @@ def average(tensor, world_size: int):
         try:
             dist.all_reduce(tensor)
         except RuntimeError as error:
-            message = f"another process is gone ({str(error).splitlines()[0]}), so this one ends; --resume goes on"
+            reason = str(error).partition("\n")[0]
+            message = f"another process is gone, so this one ends; --resume goes on ({reason})"
             tqdm.write(f"{Path(__file__).name}: {message}", file=sys.stderr)  # not into the progress bar's line
             raise SystemExit(1) from None
         tensor /= world_size
