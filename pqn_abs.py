@@ -44,6 +44,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,7 +167,9 @@ def make_envs(args: Args):
     games = {k: spec.kwargs for k, spec in gymnasium.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"}
     playable = {name.lower(): name for name, game in games.items() if isinstance(game["frameskip"], int)}
     if args.env_id not in playable.values():
-        problem = "is no Atari game" if args.env_id in gymnasium.registry else "is unknown"
+        problem = (
+            "is no Atari game: replace make_envs to train on it" if args.env_id in gymnasium.registry else "is unknown"
+        )
         problem = "skips frames at random" if args.env_id in games else problem
         near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
         fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
@@ -303,7 +306,7 @@ def main(args: Args) -> Path | None:
         sequence = np.random.SeedSequence(args.seed, spawn_key=(rank, iteration))
         return int(sequence.generate_state(1)[0]) >> 1
 
-    next_obs, _ = envs.reset(seed=fresh_seed() // 2)  # environment i gets this + i, which must stay below 2^31
+    next_obs, info = envs.reset(seed=fresh_seed() // 2)  # environment i gets this + i, which must stay below 2^31
     # Storage for the longest rollout. Observations are kept once, as they come: E · L_max · 28,224 bytes of uint8;
     # s_{t+1} is row t + 1. values are max_a Q(s_t, a); final_values that of the last state of an episode cut at t.
     obs = torch.from_numpy(next_obs).new_zeros((longest, *next_obs.shape), device=device)
@@ -311,8 +314,8 @@ def main(args: Args) -> Path | None:
     values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
     rewards = np.zeros((longest, num_envs), dtype=np.float32)
     terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
-    scores, episode_steps, lives = np.zeros((3, num_envs))
-    lost_life = np.zeros(num_envs, dtype=bool)
+    scores, episode_steps = np.zeros((2, num_envs))
+    lives, lost_life = info.get("lives"), np.zeros(num_envs, dtype=bool)  # for --episodic-life
 
     if args.compile:
         try:
@@ -507,7 +510,8 @@ def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
 def load_checkpoint(path: str) -> dict:
     """Read a checkpoint of this script. With weights_only=True a file from a stranger can't run code."""
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # a foreign file gets our one line, not torch's as well
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script, same_flags = checkpoint["script"], checkpoint["args"].keys() == asdict(Args()).keys()
     except FileNotFoundError:
         fail(f"--resume {path}: there is no such file")
@@ -538,8 +542,9 @@ class Table:
     wandb = None  # gets each row too, with --track
 
     def __init__(self, path: Path, last_step: int):
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        kept = lines[:1] + [line for line in lines[1:] if line[-1] == "\n" and int(line.split(",")[0]) <= last_step]
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)  # a process that was killed may leave a torn one
+        kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= last_step]
         path.with_suffix(".tmp").write_text("".join(kept))
         os.replace(path.with_suffix(".tmp"), path)
         self.file, self.empty = path.open("a", buffering=1), not kept
@@ -564,7 +569,7 @@ def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: in
     game = re.sub(r"[^\w.-]", "-", args.env_id)
     names = (f"{game}__{Path(__file__).stem}__{args.seed}__{second}" for second in itertools.count(int(time.time())))
     new = (Path(args.runs_dir, name) for name in names)
-    folder = Path(args.resume).parent if args.resume else next(path for path in new if not path.exists())
+    folder = Path(args.resume).parent if args.resume else next(path for path in new if not os.path.exists(path))
     if args.track:
         import wandb
 

@@ -154,7 +154,7 @@ def test_death_of_one_process_ends_the_other(tmp_path, victim):
     processes[victim].kill()
     survivor = processes[1 - victim]
     _, errors = survivor.communicate(timeout=60)
-    assert survivor.returncode == 1 and complains(errors) and "Traceback" not in errors
+    assert survivor.returncode == 1 and complains(errors) and "Traceback" not in errors, errors
 
 
 def test_death_of_one_process_ends_torchrun(tmp_path):
@@ -162,4 +162,4 @@ def test_death_of_one_process_ends_torchrun(tmp_path):
     wait_for_iterations(tmp_path, process)
     os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0 and complains(errors)
+    assert process.returncode != 0 and complains(errors), errors
