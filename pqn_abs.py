@@ -167,9 +167,7 @@ def make_envs(args: Args):
     games = {k: spec.kwargs for k, spec in gymnasium.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"}
     playable = {name.lower(): name for name, game in games.items() if isinstance(game["frameskip"], int)}
     if args.env_id not in playable.values():
-        problem = (
-            "is no Atari game: replace make_envs to train on it" if args.env_id in gymnasium.registry else "is unknown"
-        )
+        problem = "is no Atari game (make_envs can be replaced)" if args.env_id in gymnasium.registry else "is unknown"
         problem = "skips frames at random" if args.env_id in games else problem
         near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
         fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
@@ -512,7 +510,7 @@ def load_checkpoint(path: str) -> dict:
     try:
         with warnings.catch_warnings(action="ignore"):  # a foreign file gets our one line, not torch's as well
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script, same_flags = checkpoint["script"], checkpoint["args"].keys() == asdict(Args()).keys()
+            script, same_flags = checkpoint["script"], checkpoint["args"].keys() == asdict(Args()).keys()
     except FileNotFoundError:
         fail(f"--resume {path}: there is no such file")
     except Exception:  # torch.load has about ten ways to say it of torn and foreign files

@@ -93,16 +93,18 @@ def record(envs):
 
     def recorded_reset(**options):
         envs.seed, (envs.now, info) = options["seed"], reset(**options)
+        envs.lives_now = info.get("lives", np.zeros(envs.num_envs))
         return envs.now, info
 
     def recorded_step(actions):
-        transition = {"obs": envs.now.copy(), "action": actions.copy()}
+        transition = {"obs": envs.now.copy(), "action": actions.copy(), "lives_before": envs.lives_now}
         envs.now, reward, terminated, truncated, info = step(actions)
         true_next = envs.now.copy()  # of the same episode
         for i in np.flatnonzero(truncated):
             true_next[i] = info["final_obs"][i]
         transition |= {"reward": reward.copy(), "terminated": terminated.copy(), "truncated": truncated.copy()}
-        envs.steps.append(transition | {"true_next": true_next, "lives": info.get("lives", 0 * actions)})
+        envs.lives_now = info.get("lives", 0 * actions)
+        envs.steps.append(transition | {"true_next": true_next, "lives": envs.lives_now})
         return envs.now, reward, terminated, truncated, info
 
     envs.reset, envs.step = recorded_reset, recorded_step
@@ -153,12 +155,10 @@ class PlainRAdam:
 
 def targets(steps, network, args):
     """The Q(λ) targets (L, E) of a recorded rollout."""
-    reward, true_next, terminated, truncated, lives = (
-        np.stack([step[name] for step in steps]) for name in ("reward", "true_next", "terminated", "truncated", "lives")
-    )
+    names = "reward true_next terminated truncated lives lives_before".split()
+    reward, true_next, terminated, truncated, lives, before = (np.stack([step[n] for step in steps]) for n in names)
     if args.episodic_life:
-        lost_life = (lives[1:] < lives[:-1]) & ~terminated[1:] & ~truncated[1:]
-        terminated[1:] |= lost_life
+        terminated |= (lives < before) & ~terminated & ~truncated
     with torch.no_grad():
         next_values = network(torch.from_numpy(true_next).flatten(0, 1)).max(1).values.numpy().reshape(reward.shape)
     return forward_view(np.sign(reward), next_values, terminated, truncated, args.gamma, args.q_lambda)
