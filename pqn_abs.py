@@ -46,7 +46,8 @@ import sys
 import time
 import warnings
 from collections import deque
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import ale_py
@@ -100,6 +101,9 @@ class Args:
 
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
     precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
+    env_groups: int | None = None
+    """groups of environments that take turns: while one group's emulators run, the network picks actions for the next;
+    by default 2 on a GPU, and 1 on a CPU, where emulators and network want the same cores"""
     compile: bool = False  # torch.compile the network; goes on without where there is no working compiler
     runs_dir: str = "runs"  # where the run's folder is made
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
@@ -257,16 +261,20 @@ def main(args: Args) -> Path | None:
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
-    envs = make_envs(args)
+    num_envs, num_groups = args.num_envs, args.env_groups or min(args.num_envs, 1 if device.type == "cpu" else 2)
+    ends = [num_envs * group // num_groups for group in range(num_groups + 1)]
+    parts = [slice(*pair) for pair in itertools.pairwise(ends)]  # which environments are in a group
+    groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
+    pool = ThreadPoolExecutor(num_groups)
     interrupted = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+    if groups[0].metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
-    num_envs = args.num_envs
+    num_actions = int(groups[0].single_action_space.n)
     longest = args.rollout_max if args.adapt_rollout else args.num_steps  # rollout, in steps
 
     torch.manual_seed(args.seed)
-    q_network = QNetwork(envs).to(device)
+    q_network = QNetwork(groups[0]).to(device)
     old_network = copy.deepcopy(q_network)  # θ_old
     parameters = list(q_network.parameters())
     optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate)
@@ -281,6 +289,17 @@ def main(args: Args) -> Path | None:
         global_step, iteration = checkpoint["global_step"], checkpoint["iteration"]
         adaptive_length, seconds = checkpoint["adaptive_length"], checkpoint["seconds"]
         recent_scores.extend(checkpoint["recent_scores"])
+
+    def fresh_seed() -> int:
+        """31 bits that differ with the run's seed, the process and the iteration."""
+        sequence = np.random.SeedSequence(args.seed, spawn_key=(rank, iteration))
+        return int(sequence.generate_state(1)[0]) >> 1
+
+    # Environment i gets this seed + i, which must stay below 2^31.
+    resets = [envs.reset(seed=fresh_seed() // 2 + part.start) for envs, part in zip(groups, parts, strict=True)]
+    next_obs = [observations for observations, _ in resets]  # of each group
+    if args.episodic_life and "lives" not in resets[0][1]:
+        fail(f"--episodic-life: {args.env_id} does not tell the number of lives")
 
     folder = None
     if rank == 0:
@@ -299,27 +318,25 @@ def main(args: Args) -> Path | None:
         torch.save(state, folder / "checkpoint.tmp")
         os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # at any moment, one whole file is there
 
-    def fresh_seed() -> int:
-        """31 bits that differ with the run's seed, the process and the iteration."""
-        sequence = np.random.SeedSequence(args.seed, spawn_key=(rank, iteration))
-        return int(sequence.generate_state(1)[0]) >> 1
-
-    next_obs, info = envs.reset(seed=fresh_seed() // 2)  # environment i gets this + i, which must stay below 2^31
     # Storage for the longest rollout. Observations are kept once, as they come: E · L_max · 28,224 bytes of uint8;
     # s_{t+1} is row t + 1. values are max_a Q(s_t, a); final_values that of the last state of an episode cut at t.
-    obs = torch.from_numpy(next_obs).new_zeros((longest, *next_obs.shape), device=device)
+    obs = torch.from_numpy(next_obs[0]).new_zeros((longest, num_envs, *next_obs[0].shape[1:]), device=device)
     actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
     values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
     rewards = np.zeros((longest, num_envs), dtype=np.float32)
     terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
     scores, episode_steps = np.zeros((2, num_envs))
-    lives, lost_life = info.get("lives"), np.zeros(num_envs, dtype=bool)  # for --episodic-life
+    lost_life = np.zeros(num_envs, dtype=bool)
+    if args.episodic_life:
+        lives = np.concatenate([info["lives"] for _, info in resets])
 
     if args.compile:
         try:
-            torch.compile(q_network)(obs[0])
-            q_network.compile()
-            old_network.compile()
+            with autocast:  # "reduce-overhead" replays CUDA graphs; a new L makes a new graph, not a new compilation
+                torch.compile(q_network, mode="reduce-overhead")(obs[0, parts[0]]).sum().backward()
+            optimizer.zero_grad()
+            q_network.compile(mode="reduce-overhead")
+            old_network.compile(mode="reduce-overhead")
         except Exception as error:  # no C++ compiler, no Triton, ...: torch has many ways to say it
             print(f"--compile: {type(error).__name__}, so this run goes on without", file=sys.stderr)
     if rank == 0:
@@ -342,36 +359,45 @@ def main(args: Args) -> Path | None:
         exploration_steps = args.exploration_fraction * args.total_timesteps
         epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
         explore = torch.rand((length, num_envs), device=device) < epsilon
-        random_actions = torch.randint(envs.single_action_space.n, (length, num_envs), device=device)
-        for t in range(length):
-            frames = torch.from_numpy(next_obs)  # to a GPU once, as uint8, from pinned memory
-            obs[t].copy_(frames.pin_memory() if device.type == "cuda" else frames, non_blocking=True)
+        random_actions = torch.randint(num_actions, (length, num_envs), device=device)
+        steps = deque()  # under way, one a group
+        for t, group in itertools.product(range(length + 1), range(num_groups)):
+            envs, part = groups[group], parts[group]
+            if t > 0:  # what the actions at t - 1 led to
+                last = t - 1, part
+                next_obs[group], reward, terminated[last], truncated[last], info = steps.popleft().result()
+                global_step += len(reward) * world_size
+                rewards[last] = np.sign(reward)
+                scores[part] += reward
+                episode_steps[part] += 1
+                done, cut = terminated[last] | truncated[last], np.flatnonzero(truncated[last])
+                if len(cut):  # the value of the cut episode's own last observation, not of the next one's first
+                    last_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
+                    with torch.no_grad(), autocast:
+                        final_values[t - 1, part.start + cut] = q_network(last_obs).max(-1).values.float()
+                if args.episodic_life:
+                    lost_life[part] = (info["lives"] < lives[part]) & ~done  # where done, lives are the next episode's
+                    lives[part] = info["lives"]
+                    terminated[last] |= lost_life[part]
+                for i in part.start + np.flatnonzero(done):
+                    recent_scores.append(float(scores[i]))
+                    if rank == 0:
+                        row = {"episodic_return": float(scores[i]), "episodic_length": int(episode_steps[i])}
+                        episodes.write({"global_step": global_step, **row})
+                    scores[i] = episode_steps[i] = 0
+            frames = torch.from_numpy(next_obs[group])
+            if device.type == "cuda":  # crosses once, as uint8, from pinned memory
+                frames = frames.pin_memory().to(device, non_blocking=True)
             with torch.no_grad(), autocast:
-                values[t], greedy_actions = q_network(obs[t]).max(-1)
-            actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-            if lost_life.any():  # in the step before: press FIRE, or Breakout never goes on
-                actions[t, torch.from_numpy(lost_life)] = envs.fire_action
-            next_obs, reward, terminated[t], truncated[t], info = envs.step(actions[t].cpu().numpy())
-            global_step += num_envs * world_size
-            rewards[t] = np.sign(reward)
-            scores, episode_steps, done = scores + reward, episode_steps + 1, terminated[t] | truncated[t]
-            if truncated[t].any():  # the value of the cut episode's own last observation, not of the next one's first
-                last_obs = torch.from_numpy(np.stack(info["final_obs"][truncated[t]])).to(device)
-                with torch.no_grad(), autocast:
-                    final_values[t, torch.from_numpy(truncated[t])] = q_network(last_obs).max(-1).values.float()
-            if args.episodic_life:
-                lost_life = (info["lives"] < lives) & ~done  # where one is done, lives are the next episode's
-                lives, terminated[t] = info["lives"], terminated[t] | lost_life
-            for i in np.flatnonzero(done):
-                recent_scores.append(float(scores[i]))
-                if rank == 0:
-                    row = {"episodic_return": float(scores[i]), "episodic_length": int(episode_steps[i])}
-                    episodes.write({"global_step": global_step, **row})
-                scores[i] = episode_steps[i] = 0
+                values[t, part], greedy_actions = q_network(frames).max(-1)
+            if t < length:
+                obs[t, part] = frames
+                actions[t, part] = torch.where(explore[t, part], random_actions[t, part], greedy_actions)
+                if lost_life[part].any():  # in the step before: press FIRE, or Breakout never goes on
+                    actions[t, part][torch.from_numpy(lost_life[part])] = envs.fire_action
+                steps.append(pool.submit(envs.step, actions[t, part].cpu().numpy()))
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes over the rollout in shuffled mini-batches.
-        with torch.no_grad(), autocast:
-            values[length] = q_network(torch.from_numpy(next_obs).to(device)).max(-1).values
         reward, term, trunc = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated))
         next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
         returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
@@ -445,7 +471,9 @@ def main(args: Args) -> Path | None:
         print(f"metrics and checkpoint: {folder}")
         if args.track:
             metrics.wandb.finish()
-    envs.close()
+    pool.shutdown()
+    for envs in groups:
+        envs.close()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     if world_size > 1:
@@ -479,6 +507,7 @@ def check_args(args: Args) -> None:
         ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
         ("delta_max", args.delta_max <= 1, "at most 1"),
         ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
+        ("env_groups", args.env_groups is None or 1 <= args.env_groups <= args.num_envs, "from 1 to num-envs"),
         ("precision", args.precision in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
     ]
     for name, fine, need in rules:
