@@ -29,12 +29,13 @@ def no_process_left():
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """train(envs, network, **arguments) runs the script on an environment and a network of our own."""
+    """train(envs, network, **arguments) runs the script on an environment, or what makes one, and a network of ours."""
 
     def run(envs, network=SmallNetwork, **arguments):
-        monkeypatch.setattr(pqn_abs, "make_envs", lambda args: envs)
+        monkeypatch.setattr(pqn_abs, "make_envs", envs if callable(envs) else lambda args: envs)
         monkeypatch.setattr(pqn_abs, "QNetwork", network)
-        arguments = {"num_envs": envs.num_envs, "runs_dir": str(tmp_path), "precision": "float32"} | arguments
+        arguments = {"runs_dir": str(tmp_path), "precision": "float32"} | arguments
+        arguments.setdefault("num_envs", getattr(envs, "num_envs", None))
         return pqn_abs.main(pqn_abs.Args(device="cpu", **arguments))
 
     return run

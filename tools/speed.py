@@ -2,7 +2,8 @@
 
 python tools/speed.py                                                        all, at the paper's settings: half an hour
 python tools/speed.py --steps 16384:32768 --repeats 1 --skip-sweep --skip-breakdown           a first impression
-python tools/speed.py --modes "auto=" "compiled=--compile" --peer "CleanRL=python pqn_atari_envpool.py
+python tools/speed.py --modes "auto=" "one group=--env-groups 1" "compiled=--compile" --steps 131072:1179648     a GPU
+python tools/speed.py --peer "CleanRL=python pqn_atari_envpool.py
     --num-envs 128 --num-steps 32 --num-minibatches 4 --update-epochs 2 --total-timesteps {steps}"
 
 Every script, this one and the peers, runs as its user would run it, once for few steps and once for many. Its speed is
@@ -175,7 +176,8 @@ def breakdown(words: list[str]) -> dict:
     """Where an iteration's time goes: pqn_abs.main with stop-watches put around its parts, from outside.
 
     Copies are the calls that move data: frames and actions from and to the device, and shuffled mini-batches. What no
-    watch covers is bookkeeping. On a GPU each watch waits for the device, so the parts add up, but to a slower whole.
+    watch covers is bookkeeping. On a GPU each watch waits for the device, and the environments are one group, so the
+    parts add up, but to a slower whole.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -371,7 +373,9 @@ def main(args: Args) -> None:
         print(f"\nSteps/s of {first} by rollout length: L =", ", ".join(speeds))
     if not args.skip_breakdown:
         try:
-            profile = in_fresh_process(breakdown, [*base, *words, "--total-timesteps", str(steps[1])])
+            profile = in_fresh_process(
+                breakdown, [*base, *words, "--env-groups", "1", "--total-timesteps", str(steps[1])]
+            )
             print(f"\nAn iteration of {first}, the mean of {profile['iterations']}:")
             for part in PARTS:
                 print(f"{part:>15} {profile['ms_per_iteration'][part]:9,.1f} ms {profile['percent'][part]:5.1f}%")

@@ -1,0 +1,167 @@
+"""What makes the script fast leaves the algorithm as it is."""
+
+import itertools
+import shutil
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers import ROOT, Bandit, Noise, column, load, rows, start, without_clock
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pqn_abs
+
+# --- Groups of environments ---
+
+
+class Lives(gymnasium.Env):
+    """An environment with a random generator of its own, so that it plays the same game in whatever group it is."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (6,), np.uint8)
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.lives = 3
+        return self.frame(), {"lives": self.lives}
+
+    def step(self, action):
+        self.lives -= self.np_random.random() < 0.1
+        reward = 2.0 * (self.np_random.integers(4) == action)
+        return self.frame(), reward, self.lives == 0, self.np_random.random() < 0.03, {"lives": self.lives}
+
+    def frame(self):
+        return self.np_random.integers(256, size=6, dtype=np.uint8)
+
+
+def lives(args):
+    envs = SyncVectorEnv([Lives] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.fire_action = 2
+    return envs
+
+
+@pytest.mark.parametrize("episodic_life", [False, True])
+@pytest.mark.parametrize("groups", [2, 3, 7])
+def test_groups_of_environments_change_no_number(train, groups, episodic_life):
+    """7 environments in one group, in two of 3 and 4, three of 2, 2 and 3, and seven of one."""
+    options = {"num_envs": 7, "total_timesteps": 1000, "learning_rate": 0.01, "start_e": 0.3, "end_e": 0.3}
+    options |= {"adapt_frequency": 2, "episodic_life": episodic_life}
+    one, several = (train(lives, env_groups=n, **options) for n in (1, groups))
+    for name, parameter in load(one)["network"].items():
+        torch.testing.assert_close(parameter, load(several)["network"][name], rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(*(without_clock(run / "metrics.csv") for run in (one, several)), strict=True):
+        assert {k: float(v or 0) for k, v in ours.items()} == pytest.approx(
+            {k: float(v or 0) for k, v in theirs.items()}
+        )
+    assert len(rows(one / "episodes.csv")) > 20
+    games = [
+        sorted((r["episodic_return"], r["episodic_length"]) for r in rows(run / "episodes.csv"))
+        for run in (one, several)
+    ]
+    assert games[0] == games[1]
+
+
+def test_groups_of_environments_step_at_the_same_time(train):
+    """Each step waits for one of the other group, so that a run in which they came one after the other would stop."""
+
+    class Together(Bandit):
+        def step(self, actions):
+            meeting.wait(timeout=30)
+            return super().step(actions)
+
+    meeting = threading.Barrier(2)
+    train(lambda args: Together(args.num_envs), num_envs=4, env_groups=2, total_timesteps=256)
+    assert not meeting.broken
+
+
+# --- bfloat16 ---
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_bfloat16_agrees_with_float32_on_real_frames(train, monkeypatch, trained):
+    """Greedy actions, and the gradient of a batch with the targets that each precision computes for itself."""
+    make_envs, make_network = pqn_abs.make_envs, pqn_abs.QNetwork
+    envs = make_envs(pqn_abs.Args(num_envs=8))
+    torch.manual_seed(0)
+    network = make_network(envs)
+    if trained:
+        options = {"num_envs": 8, "num_minibatches": 16, "total_timesteps": 4000, "end_e": 0.5}
+        network.load_state_dict(load(train(make_envs, make_network, **options))["network"])
+    rng, steps = np.random.default_rng(0), []
+    frames, _ = envs.reset(seed=1)
+    for _ in range(100):
+        actions = rng.integers(4, size=8)
+        following, reward, terminated, *_ = envs.step(actions)
+        steps.append([torch.from_numpy(x) for x in (frames, actions, np.sign(reward).astype("f"), terminated)])
+        frames = following
+    obs, actions, rewards, terminated = map(torch.stack, zip(*steps, strict=True))
+    frames, results = torch.from_numpy(frames), []
+    for precision in (torch.float32, torch.bfloat16):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            q = torch.stack([network(x) for x in obs])
+            values = torch.cat([q.detach(), network(frames).detach()[None]]).max(-1).values
+        returns = pqn_abs.lambda_returns(rewards, values[1:], terminated, torch.zeros_like(terminated), 0.99, 0.65)
+        (q.gather(-1, actions[..., None])[..., 0] - returns).square().mean().backward()
+        results.append((q.argmax(-1), torch.cat([p.grad.flatten() for p in network.parameters()])))
+    (plain_actions, plain_gradient), (fast_actions, fast_gradient) = results
+    assert (plain_actions == fast_actions).float().mean() >= 0.99
+    assert torch.cosine_similarity(plain_gradient, fast_gradient, dim=0) >= 0.999
+    assert not torch.equal(plain_gradient, fast_gradient)
+
+
+# --- Memory ---
+
+
+def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibatch(train):
+    """1280 transitions in 4 mini-batches; a rollout may have 64 x 40."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor) and x.shape[-1:] == (6,):
+                    seen.setdefault(x.dtype, {})[x.untyped_storage().data_ptr()] = (
+                        x.untyped_storage().nbytes() // x.itemsize
+                    )
+            return result
+
+    seen = {}
+    with Watch():
+        train(Noise(40), total_timesteps=4000, adapt_frequency=1, reference_states=100)
+    large = [size for size in seen[torch.uint8].values() if size > 320 * 6]
+    assert large == [64 * 40 * 6]
+    assert max(seen[torch.float32].values()) <= 320 * 6
+
+
+# --- Compilation ---
+
+
+def test_without_a_compiler_a_run_goes_on(tmp_path):
+    options = ("--num-envs", 4, "--total-timesteps", 300, "--compile", "--runs-dir", tmp_path)
+    process = start(
+        ROOT / "tests" / "driver.py", "noise", *options, CXX="none", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "c")
+    )
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert errors.count("--compile: ") == 1 and "Traceback" not in errors
+    (folder,) = tmp_path.glob("*__pqn_abs__*")
+    assert str(folder) in output and load(folder)["global_step"] >= 300
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_network_learns_the_same_and_few_times_is_it_compiled(train, monkeypatch):
+    plain, compiled = (train(Noise(4), total_timesteps=1, learning_rate=0.01, compile=on) for on in (False, True))
+    for name, parameter in load(plain)["network"].items():
+        torch.testing.assert_close(parameter, load(compiled)["network"][name], rtol=1e-3, atol=1e-4)
+    lengths = itertools.cycle([20, 33, 47, 16, 64, 25])
+    monkeypatch.setattr(pqn_abs, "rollout_length", lambda *args: next(lengths))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    folder = train(Noise(4), total_timesteps=1200, adapt_frequency=1, compile=True)
+    assert len(set(column(folder / "metrics.csv", "abs/rollout_length"))) == 7
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
