@@ -99,6 +99,10 @@ class Args:
     """[M] size of B_ref, or all states of a smaller rollout; the paper gives no value; 2048 = 128 x 16 is its smallest
     batch, and would put the standard error of BD under 0.012 if its states were independent"""
 
+    log_noise_scale: bool = False
+    """log the gradient noise scale too, the signal of gns_baseline.py, whenever BD is measured: an epoch's work"""
+    micro_batches: int = 16  # [m] gradients it is computed from
+
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
     precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
     env_groups: int | None = None
@@ -114,7 +118,8 @@ class Args:
     wandb_group: str | None = None  # its group
 
 
-RESUME_MAY_CHANGE = "total_timesteps device checkpoint_every resume track wandb_project_name wandb_entity wandb_group"
+RESUME_MAY_CHANGE = """total_timesteps device env_groups compile checkpoint_every resume track wandb_project_name
+    wandb_entity wandb_group"""
 
 
 def layer_init(layer):
@@ -246,6 +251,20 @@ def rollout_length(divergence: float, current: float, thresholds: tuple, bounds:
     return (1 - beta) * current + beta * target
 
 
+def gradient_noise(gradients, micro_batch_size: int) -> tuple[float, float]:
+    """Noise and signal in m gradients (m, P), each the mean over b = micro_batch_size samples [GNS: arXiv 1812.06162].
+
+    ḡ = (1/m) Σ g_i
+    N = b · 1/(m - 1) · Σ ‖g_i - ḡ‖²             estimates tr Σ, the variance of one sample's gradient
+    S = ‖ḡ‖² - N / B,   B = m · b                estimates ‖E g‖²; on a single batch it can be negative
+
+    The noise scale is B_simple = N / S, the batch at which noise and signal are equally large.
+    """
+    noise = micro_batch_size * gradients.var(dim=0, unbiased=True).sum().item()
+    signal = gradients.mean(dim=0).square().sum().item() - noise / (len(gradients) * micro_batch_size)
+    return noise, signal
+
+
 def main(args: Args) -> Path | None:
     """Train; returns the run's folder (None in all but the first of several processes)."""
 
@@ -255,15 +274,21 @@ def main(args: Args) -> Path | None:
         if world_size == 1:  # torchrun may pass a signal on twice; it ends what is left after 30 s
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
-    check_args(args)
+    rules = [
+        ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
+        ("delta_max", args.delta_max <= 1, "at most 1"),
+    ]
+    smallest_batch = args.num_envs * min(args.rollout_min, args.num_steps)
+    if args.log_noise_scale:
+        rules += [("micro_batches", 2 <= args.micro_batches <= smallest_batch, f"from 2 to a batch, {smallest_batch}")]
+    check_args(args, rules)
     device, dtype = pick_device(args)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
     num_envs, num_groups = args.num_envs, args.env_groups or min(args.num_envs, 1 if device.type == "cpu" else 2)
-    ends = [num_envs * group // num_groups for group in range(num_groups + 1)]
-    parts = [slice(*pair) for pair in itertools.pairwise(ends)]  # which environments are in a group
+    parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
     groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
     pool = ThreadPoolExecutor(num_groups)
     interrupted = False
@@ -279,10 +304,10 @@ def main(args: Args) -> Path | None:
     parameters = list(q_network.parameters())
     optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-    chunk_size = 256 if device.type == "cpu" else 2**16  # a CPU is faster on what fits its cache
+    chunk_size = 256 if device.type == "cpu" else longest * num_envs  # a CPU is faster on what fits its cache
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
-    recent_scores, shown_divergence = deque(maxlen=100), None
+    recent_scores, divergence = deque(maxlen=100), None
     if checkpoint:
         q_network.load_state_dict(checkpoint["network"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -331,18 +356,31 @@ def main(args: Args) -> Path | None:
         lives = np.concatenate([info["lives"] for _, info in resets])
 
     if args.compile:
+        torch._functorch.config.backward_pass_autocast = "off"  # else the float32 head's gradient would be in bfloat16
+        for network in (q_network, old_network):  # on a GPU "reduce-overhead" replays a CUDA graph, one a batch size
+            network.compile(mode="reduce-overhead")
         try:
-            with autocast:  # "reduce-overhead" replays CUDA graphs; a new L makes a new graph, not a new compilation
-                torch.compile(q_network, mode="reduce-overhead")(obs[0, parts[0]]).sum().backward()
+            with autocast:
+                q_network(obs[0, parts[0]]).sum().backward()
             optimizer.zero_grad()
-            q_network.compile(mode="reduce-overhead")
-            old_network.compile(mode="reduce-overhead")
         except Exception as error:  # no C++ compiler, no Triton, ...: torch has many ways to say it
+            q_network._compiled_call_impl = old_network._compiled_call_impl = None
             print(f"--compile: {type(error).__name__}, so this run goes on without", file=sys.stderr)
     if rank == 0:
         save_checkpoint()
     saved_at = time.perf_counter()
     progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=rank > 0)
+
+    def backward(indices):
+        """Adds the gradient of mean_i (Q(s_i, a_i) - G_i)² over these transitions to .grad; returns loss and mean Q."""
+        means = torch.zeros(2, device=device)
+        for chunk in indices.split(chunk_size):  # gradients add up over the chunks
+            with autocast:
+                q = q_network(b_obs.index_select(0, chunk)).gather(1, b_actions[chunk, None]).squeeze(1)
+            loss = (q - b_returns[chunk]).square().sum() / len(indices)
+            loss.backward()
+            means += torch.stack([loss.detach(), q.detach().sum() / len(indices)])
+        return means
 
     stop = False
     while global_step < args.total_timesteps and not stop:
@@ -360,12 +398,12 @@ def main(args: Args) -> Path | None:
         epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
         explore = torch.rand((length, num_envs), device=device) < epsilon
         random_actions = torch.randint(num_actions, (length, num_envs), device=device)
-        steps = deque()  # under way, one a group
-        for t, group in itertools.product(range(length + 1), range(num_groups)):
+        in_flight = deque()  # the groups' steps
+        for t, group in itertools.product(range(length + 1), range(num_groups)):  # t = L takes in what t = L - 1 did
             envs, part = groups[group], parts[group]
             if t > 0:  # what the actions at t - 1 led to
                 last = t - 1, part
-                next_obs[group], reward, terminated[last], truncated[last], info = steps.popleft().result()
+                next_obs[group], reward, terminated[last], truncated[last], info = in_flight.popleft().result()
                 global_step += len(reward) * world_size
                 rewards[last] = np.sign(reward)
                 scores[part] += reward
@@ -373,8 +411,8 @@ def main(args: Args) -> Path | None:
                 done, cut = terminated[last] | truncated[last], np.flatnonzero(truncated[last])
                 if len(cut):  # the value of the cut episode's own last observation, not of the next one's first
                     last_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
-                    with torch.no_grad(), autocast:
-                        final_values[t - 1, part.start + cut] = q_network(last_obs).max(-1).values.float()
+                    with torch.no_grad(), autocast:  # .forward is never compiled: each time it sees another batch size
+                        final_values[t - 1, part.start + cut] = q_network.forward(last_obs).max(-1).values.float()
                 if args.episodic_life:
                     lost_life[part] = (info["lives"] < lives[part]) & ~done  # where done, lives are the next episode's
                     lives[part] = info["lives"]
@@ -395,35 +433,41 @@ def main(args: Args) -> Path | None:
                 actions[t, part] = torch.where(explore[t, part], random_actions[t, part], greedy_actions)
                 if lost_life[part].any():  # in the step before: press FIRE, or Breakout never goes on
                     actions[t, part][torch.from_numpy(lost_life[part])] = envs.fire_action
-                steps.append(pool.submit(envs.step, actions[t, part].cpu().numpy()))
+                in_flight.append(pool.submit(envs.step, actions[t, part].cpu().numpy()))
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes over the rollout in shuffled mini-batches.
         reward, term, trunc = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated))
         next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
         returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
         b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
-        totals = torch.zeros(3, device=device)  # of the loss, Q(s, a) and the gradient norm
+        gns_noise = gns_signal = None
+        if measure and args.log_noise_scale:  # at the θ that collected the rollout, before it is fitted to it
+            b, gradients = batch_size // args.micro_batches, []
+            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed())).to(device)
+            for indices in order.split(b)[: args.micro_batches]:
+                backward(indices)
+                gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
+                optimizer.zero_grad()
+            estimates = torch.tensor(gradient_noise(torch.stack(gradients), b), device=device)
+            gns_noise, gns_signal = average(estimates, world_size).tolist()
+        num_updates = args.update_epochs * args.num_minibatches
+        means = torch.zeros(3, device=device)  # of the loss, Q(s, a) and the gradient norm
         for _ in range(args.update_epochs):
             for minibatch in torch.randperm(batch_size, device=device).tensor_split(args.num_minibatches):
-                for chunk in minibatch.split(chunk_size):  # gradients add up over the chunks
-                    with autocast:
-                        q = q_network(b_obs.index_select(0, chunk)).gather(1, b_actions[chunk, None]).squeeze(1)
-                    loss = (q - b_returns[chunk]).square().sum() / len(minibatch)  # mean_i (Q(s_i, a_i) - G_i)²
-                    loss.backward()
-                    totals[:2] += torch.stack([loss.detach(), q.detach().sum() / len(minibatch)])
+                means[:2] += backward(minibatch) / num_updates
                 if world_size > 1:
                     gradient = average(torch.cat([p.grad.flatten() for p in parameters]), world_size)
-                    nn.utils.vector_to_parameters(gradient, [p.grad for p in parameters])
-                totals[2] += nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                    for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+                        p.grad.copy_(g.view_as(p.grad))
+                means[2] += nn.utils.clip_grad_norm_(parameters, args.max_grad_norm) / num_updates
                 optimizer.step()
                 optimizer.zero_grad()
-        td_loss, q_values, grad_norm = (totals / (args.update_epochs * args.num_minibatches)).tolist()
+        td_loss, q_values, grad_norm = average(means, world_size).tolist()
         if not math.isfinite(td_loss + grad_norm):
             progress.close()
             fail(f"the loss is not finite at step {global_step}; the last good checkpoint is {folder}/checkpoint.pt", 1)
 
         # 3. Adapt: measure how far the update moved the policy, and let the next rollouts follow.
-        divergence = None
         if measure:
             sample = torch.randperm(batch_size, device=device)[: args.reference_states]
             reference = b_obs.index_select(0, sample)  # B_ref, from the rollout just learned from
@@ -448,14 +492,16 @@ def main(args: Args) -> Path | None:
                 "charts/episodic_return": score,  # mean of the last 100 episodes
                 "abs/rollout_length": length,
                 "abs/batch_size": world_size * batch_size,
-                "abs/behavioral_divergence": divergence,
+                "abs/behavioral_divergence": divergence if measure else None,
                 "losses/td_loss": td_loss,
                 "losses/q_values": q_values,
                 "losses/grad_norm": grad_norm,
             }
+            if args.log_noise_scale:
+                raw = gns_noise / gns_signal if measure and gns_signal > 0 else None
+                row |= {"gns/noise": gns_noise, "gns/signal": gns_signal, "gns/noise_scale_raw": raw}
             metrics.write(row)
-            shown_divergence = shown_divergence if divergence is None else divergence
-            shown = {"return": score, "BD": shown_divergence, "L": length, "batch": row["abs/batch_size"]}
+            shown = {"return": score, "BD": divergence, "L": length, "batch": row["abs/batch_size"]}
             progress.set_postfix(shown, refresh=False)
             progress.update(world_size * batch_size)
             if time.perf_counter() - saved_at > args.checkpoint_every:
@@ -491,10 +537,13 @@ def fail(message: str, status: int = 2):
     raise SystemExit(status)
 
 
-def check_args(args: Args) -> None:
-    """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it."""
+def check_args(args: Args, rules: list[tuple[str, bool, str]]) -> None:
+    """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it.
+
+    Rules are an argument's name, whether it is fine, and what it must be; some are the script's own.
+    """
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
-    rules = [(name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]]
+    rules = [*rules, *((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"])]
     shares = "gamma q_lambda start_e end_e exploration_fraction beta"
     rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     positives = "learning_rate max_grad_norm checkpoint_every"
@@ -504,8 +553,6 @@ def check_args(args: Args) -> None:
         ("seed", 0 <= args.seed < 2**63, "at least 0 and below 2^63"),
         ("rollout_max", args.rollout_max >= args.rollout_min, f"at least rollout-min, {args.rollout_min}"),
         ("num_steps", shortest <= args.num_steps <= longest, f"in the rollout range, {shortest} to {longest}"),
-        ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
-        ("delta_max", args.delta_max <= 1, "at most 1"),
         ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
         ("env_groups", args.env_groups is None or 1 <= args.env_groups <= args.num_envs, "from 1 to num-envs"),
         ("precision", args.precision in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
@@ -617,7 +664,10 @@ def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: in
 
 
 def average(tensor, world_size: int):
-    """The mean over all processes, in place; with one process, the tensor as it is."""
+    """The mean over all processes, in place; with one process, the tensor as it is.
+
+    Where another process is gone, gloo raises an error at once; NCCL waits, and torchrun ends the run.
+    """
     if world_size > 1:
         try:
             dist.all_reduce(tensor)

@@ -1,9 +1,11 @@
+import copy
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SmallNetwork, started
+from helpers import SmallNetwork, load, record, started
 
 import pqn_abs
 
@@ -29,13 +31,39 @@ def no_process_left():
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """train(envs, network, **arguments) runs the script on an environment, or what makes one, and a network of ours."""
+    """train(envs, network, script, **arguments) runs a script on an environment, or what makes one, and a network."""
 
-    def run(envs, network=SmallNetwork, **arguments):
-        monkeypatch.setattr(pqn_abs, "make_envs", envs if callable(envs) else lambda args: envs)
-        monkeypatch.setattr(pqn_abs, "QNetwork", network)
-        arguments = {"runs_dir": str(tmp_path), "precision": "float32"} | arguments
+    def run(envs, network=SmallNetwork, script=pqn_abs, **arguments):
+        monkeypatch.setattr(script, "make_envs", envs if callable(envs) else lambda args: envs)
+        monkeypatch.setattr(script, "QNetwork", network)
+        arguments = {"runs_dir": str(tmp_path), "precision": "float32", "device": "cpu"} | arguments
         arguments.setdefault("num_envs", getattr(envs, "num_envs", None))
-        return pqn_abs.main(pqn_abs.Args(device="cpu", **arguments))
+        return script.main(script.Args(**arguments))
+
+    return run
+
+
+@pytest.fixture
+def watch(train, monkeypatch):
+    """Train and hand out what the second computation needs: the first network, the shuffled orders, the new network."""
+
+    def run(envs, script=pqn_abs, **arguments):
+        seen = SimpleNamespace(envs=record(envs), orders=[])
+
+        def network(envs, *sizes):
+            seen.first = SmallNetwork(envs)
+            seen.start = copy.deepcopy(seen.first).double()
+            return seen.first
+
+        def randperm(*args, **options):
+            seen.orders.append(torch_randperm(*args, **options))
+            return seen.orders[-1]
+
+        torch_randperm = torch.randperm
+        monkeypatch.setattr(torch, "randperm", randperm)
+        seen.folder = train(envs, network, script, **arguments)
+        monkeypatch.setattr(torch, "randperm", torch_randperm)
+        seen.args = script.Args(**load(seen.folder)["args"])
+        return seen
 
     return run

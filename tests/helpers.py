@@ -78,7 +78,7 @@ class Bandit(SmallEnvs):
 class SmallNetwork(nn.Module):
     """Smooth, so that float32 and float64 agree."""
 
-    def __init__(self, envs):
+    def __init__(self, envs, *sizes):
         super().__init__()
         inputs, outputs = int(np.prod(envs.single_observation_space.shape)), int(envs.single_action_space.n)
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))

@@ -6,19 +6,22 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from helpers import SCRIPT, column, load, record, rows, start, without_clock
+from helpers import ROOT, column, load, record, rows, start, without_clock
 
 import pqn_abs
 
 SMALL = {"num_envs": 4, "num_minibatches": 2, "rollout_min": 8, "num_steps": 16, "rollout_max": 24}
 
 
-@pytest.mark.parametrize("game", ["BreakoutNoFrameskip-v4", "ALE/Pong-v5"])
-def test_a_run_from_the_command_line(tmp_path, monkeypatch, game):
+@pytest.mark.parametrize(
+    "script, game",
+    [("pqn_abs.py", "ALE/Pong-v5"), *((path.name, "BreakoutNoFrameskip-v4") for path in sorted(ROOT.glob("*.py")))],
+)
+def test_a_run_from_the_command_line(tmp_path, monkeypatch, script, game):
     monkeypatch.chdir(tmp_path)
     options = {f"--{name.replace('_', '-')}": value for name, value in SMALL.items()}
     options |= {"--env-id": game, "--total-timesteps": 2500, "--adapt-frequency": 3, "--exploration-fraction": 1.0}
-    process = start(SCRIPT, *(part for option in options.items() for part in option))
+    process = start(ROOT / script, *(part for option in options.items() for part in option))
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     (folder,) = (tmp_path / "runs").iterdir()
@@ -36,7 +39,7 @@ def test_a_run_from_the_command_line(tmp_path, monkeypatch, game):
         assert len(column(table, name)) == len(batches) and np.isfinite(column(table, name)).all()
     assert rows(folder / "episodes.csv") or game == "ALE/Pong-v5"  # a game of Pong takes longer
     config = json.loads((folder / "config.json").read_text())
-    assert config["args"] == load(folder)["args"] and config["args"]["env_id"] == game
+    assert config["args"] == json.loads(json.dumps(load(folder)["args"])) and config["args"]["env_id"] == game
     assert all(config[name] for name in ("script", "python", "torch", "gymnasium", "ale_py", "numpy", "device"))
 
 

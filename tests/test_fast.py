@@ -75,14 +75,13 @@ def test_groups_of_environments_step_at_the_same_time(train):
 
     meeting = threading.Barrier(2)
     train(lambda args: Together(args.num_envs), num_envs=4, env_groups=2, total_timesteps=256)
-    assert not meeting.broken
 
 
 # --- bfloat16 ---
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_bfloat16_agrees_with_float32_on_real_frames(train, monkeypatch, trained):
+def test_bfloat16_agrees_with_float32_on_real_frames(train, trained):
     """Greedy actions, and the gradient of a batch with the targets that each precision computes for itself."""
     make_envs, make_network = pqn_abs.make_envs, pqn_abs.QNetwork
     envs = make_envs(pqn_abs.Args(num_envs=8))
@@ -125,24 +124,23 @@ def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibat
             result = function(*args, **(kwargs or {}))
             for x in tree_leaves(result):
                 if isinstance(x, torch.Tensor) and x.shape[-1:] == (6,):
-                    seen.setdefault(x.dtype, {})[x.untyped_storage().data_ptr()] = (
-                        x.untyped_storage().nbytes() // x.itemsize
-                    )
+                    storage = x.untyped_storage()
+                    seen.setdefault(x.dtype, set()).add((storage.data_ptr(), storage.nbytes() // x.itemsize))
             return result
 
     seen = {}
     with Watch():
         train(Noise(40), total_timesteps=4000, adapt_frequency=1, reference_states=100)
-    large = [size for size in seen[torch.uint8].values() if size > 320 * 6]
-    assert large == [64 * 40 * 6]
-    assert max(seen[torch.float32].values()) <= 320 * 6
+    sizes = {dtype: [size for _, size in storages] for dtype, storages in seen.items()}
+    assert [size for size in sizes.pop(torch.uint8) if size > 320 * 6] == [64 * 40 * 6]
+    assert max(max(others) for others in sizes.values()) <= 320 * 6
 
 
 # --- Compilation ---
 
 
 def test_without_a_compiler_a_run_goes_on(tmp_path):
-    options = ("--num-envs", 4, "--total-timesteps", 300, "--compile", "--runs-dir", tmp_path)
+    options = ("--num-envs", 4, "--total-timesteps", 300, "--compile", "--runs-dir", tmp_path, "--device", "cpu")
     process = start(
         ROOT / "tests" / "driver.py", "noise", *options, CXX="none", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "c")
     )
@@ -154,7 +152,7 @@ def test_without_a_compiler_a_run_goes_on(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_compiled_network_learns_the_same_and_few_times_is_it_compiled(train, monkeypatch):
+def test_compiled_network_learns_the_same_and_few_times_is_it_compiled(train, monkeypatch, capsys):
     plain, compiled = (train(Noise(4), total_timesteps=1, learning_rate=0.01, compile=on) for on in (False, True))
     for name, parameter in load(plain)["network"].items():
         torch.testing.assert_close(parameter, load(compiled)["network"][name], rtol=1e-3, atol=1e-4)
@@ -164,4 +162,22 @@ def test_compiled_network_learns_the_same_and_few_times_is_it_compiled(train, mo
     torch._dynamo.utils.counters.clear()
     folder = train(Noise(4), total_timesteps=1200, adapt_frequency=1, compile=True)
     assert len(set(column(folder / "metrics.csv", "abs/rollout_length"))) == 7
-    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    assert 3 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+    assert "--compile:" not in capsys.readouterr().err
+
+
+# --- CUDA, where there is one ---
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"episodic_life": True, "env_groups": 3}])
+def test_gpu_computes_what_the_cpu_does(train, options):
+    """A greedy rollout of 896 transitions and one gradient step on all of them: nothing here is drawn at random."""
+    options |= {"num_envs": 28, "start_e": 0.0, "end_e": 0.0, "num_minibatches": 1, "update_epochs": 1}
+    gpu, cpu = (train(lives, total_timesteps=1, learning_rate=0.01, device=name, **options) for name in ("cuda", "cpu"))
+    for name, parameter in load(cpu)["network"].items():
+        torch.testing.assert_close(parameter, load(gpu)["network"][name].cpu(), rtol=1e-2, atol=1e-3)
+    for name in ("losses/td_loss", "losses/q_values", "losses/grad_norm"):
+        assert column(gpu / "metrics.csv", name) == pytest.approx(column(cpu / "metrics.csv", name), rel=1e-2)
+    args = pqn_abs.parse_args(["--resume", str(gpu / "checkpoint.pt"), "--device", "cpu", "--total-timesteps", "2000"])
+    assert load(train(lives, **vars(args)))["global_step"] >= 2000

@@ -1,14 +1,13 @@
 """One iteration of the script, against the same iteration computed a second time from what the environment saw."""
 
 import copy
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers import Noise, SmallNetwork, column, load, record, rows, same, second_computation
+from helpers import Noise, column, load, record, rows, same, second_computation
 
 import pqn_abs
 
@@ -35,32 +34,6 @@ class Walk(gymnasium.Env):
 def walks(num_envs, autoreset_mode):
     limited = gymnasium.wrappers.TimeLimit
     return SyncVectorEnv([lambda: limited(Walk(), 4) for _ in range(num_envs)], autoreset_mode=autoreset_mode)
-
-
-@pytest.fixture
-def watch(train, monkeypatch):
-    """Train and hand out what the second computation needs: the first network, the shuffled orders, the new network."""
-
-    def run(envs, **arguments):
-        seen = SimpleNamespace(envs=record(envs), orders=[])
-
-        def network(envs):
-            seen.first = SmallNetwork(envs)
-            seen.start = copy.deepcopy(seen.first).double()
-            return seen.first
-
-        def randperm(*args, **options):
-            seen.orders.append(torch_randperm(*args, **options))
-            return seen.orders[-1]
-
-        torch_randperm = torch.randperm
-        monkeypatch.setattr(torch, "randperm", randperm)
-        seen.folder = train(envs, network, **arguments)
-        monkeypatch.setattr(torch, "randperm", torch_randperm)
-        seen.args = pqn_abs.Args(**load(seen.folder)["args"])
-        return seen
-
-    return run
 
 
 @pytest.mark.parametrize(
