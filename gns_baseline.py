@@ -290,7 +290,7 @@ def main(args: Args) -> Path | None:
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
     recent_scores, divergence = deque(maxlen=100), None
-    noise_avg, signal_avg, drowned = None, None, 0  # drowned counts the measurements that found S_avg ≤ 0
+    noise_avg, signal_avg, drowned = None, 0.0, 0  # drowned counts the measurements that found S_avg ≤ 0
     if checkpoint:
         q_network.load_state_dict(checkpoint["network"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -459,12 +459,12 @@ def main(args: Args) -> Path | None:
             with autocast:
                 divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
             divergence = average(torch.tensor(divergence, device=device), world_size).item()
-            if noise_avg is None:
-                noise_avg, signal_avg = gns_noise, gns_signal
-            noise_avg = (1 - args.beta) * noise_avg + args.beta * gns_noise
-            signal_avg = (1 - args.beta) * signal_avg + args.beta * gns_signal
-            drowned += signal_avg <= 0
-            if args.adapt_rollout:
+            if iteration > 0:  # those of the untrained network are 100 to 1000 times larger, and would rule for long
+                first = noise_avg is None
+                noise_avg = gns_noise if first else (1 - args.beta) * noise_avg + args.beta * gns_noise
+                signal_avg = gns_signal if first else (1 - args.beta) * signal_avg + args.beta * gns_signal
+                drowned += signal_avg <= 0
+            if iteration > 0 and args.adapt_rollout:
                 all_envs = world_size * num_envs  # E of all processes
                 bounds = (all_envs * args.rollout_min, all_envs * args.rollout_max)
                 adaptive_length = noise_scale_batch(noise_avg, signal_avg, bounds) / all_envs

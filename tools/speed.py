@@ -330,8 +330,9 @@ def main(args: Args) -> None:
         fail(f"can't write {out}: {error.strerror}")
 
     run = [sys.executable, str(SCRIPT), "--total-timesteps", "{steps}", "--runs-dir", "runs"]
-    commands = {name: [*run, *base, *words] for name, words in modes.items()} | peers
     first, words = next(iter(modes.items()))
+    commands = {first: [*run, *base, *words]} | peers  # next to each other in time
+    commands |= {name: [*run, *base, *flags] for name, flags in modes.items() if name != first}
     swept = {} if args.skip_sweep else {length: f"{first}, L = {length}" for length in args.sweep}
     swept |= {args.num_steps: first} if args.num_steps in swept else {}  # that one is measured already
     for length, name in swept.items():
