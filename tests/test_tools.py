@@ -210,3 +210,10 @@ def test_speed_refuses_what_the_script_refuses(tmp_path):
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     assert "--env-id Pung" in done.stderr
     assert not (tmp_path / "speed.json").exists()
+
+
+def test_readme_quotes_the_measured_tables():
+    """Its figures are those of the files under results/, as tools/speed.py prints them."""
+    readme = (ROOT / "README.md").read_text()
+    for path in ROOT.glob("results/speed-*.json"):
+        assert speed.table(json.loads(path.read_text())["rows"]) in readme, path.name
