@@ -569,7 +569,7 @@ def fail(message: str, status: int = 2):
     raise SystemExit(status)
 
 
-def check_args(args: Args, rules: list[tuple[str, bool, str]]) -> None:
+def check_args(args: Args, rules: list[tuple[str, bool, str]] | tuple = ()) -> None:
     """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it.
 
     Rules are an argument's name, whether it is fine, and what it must be; some are the script's own.
