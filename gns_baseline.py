@@ -23,9 +23,9 @@ measures it in m micro-batches of b samples of the rollout, with gradients g_i, 
     N_avg  <- (1 - beta) N_avg + beta N,      S_avg likewise
     B_new   = clip(floor(N_avg / S_avg), E L_min, E L_max),          L_adapt <- B_new / E
 
-Everything else is pqn_abs.py's, K, E, range and network too, so that the two differ in their signal alone. On a
-single batch S can be negative, hence the averages, of N and S apart, as [GNS] advises; where S_avg <= 0 noise drowns
-the signal, and the batch is the largest. Behavioural Divergence is logged beside.
+Everything else is pqn_abs.py's: K, E, range, network. On a single batch S can be negative, hence the averages of N and
+S apart, as in [GNS], instead of smoothing L; they start with the second measurement. Where S_avg <= 0 noise drowns the
+signal, and the batch is the largest. Behavioural Divergence is logged beside.
 
 One GPU, the paper's settings:   python gns_baseline.py --env-id BreakoutNoFrameskip-v4
 A laptop without a GPU:          python gns_baseline.py --env-id BreakoutNoFrameskip-v4 --episodic-life --num-envs 32 \
@@ -98,7 +98,7 @@ class Args:
     beta: float = 0.1
     """[β] weight of a new measurement in N_avg and S_avg: 1 keeps none of the earlier ones; pqn_abs.py smooths its
     rollout length by as much"""
-    micro_batches: int = 16  # [m] gradients that N and S are computed from
+    micro_batches: int = 16  # [m] gradients that N and S are computed from; it takes memory for 2m of them
     reference_states: int = 2048
     """[M] size of B_ref, or all states of a smaller rollout; the paper gives no value; 2048 = 128 x 16 is its smallest
     batch, and would put the standard error of BD under 0.012 if its states were independent"""
@@ -290,7 +290,7 @@ def main(args: Args) -> Path | None:
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
     recent_scores, divergence = deque(maxlen=100), None
-    noise_avg, signal_avg, drowned = None, 0.0, 0  # drowned counts the measurements that found S_avg ≤ 0
+    noise_avg, signal_avg, drowned = 0.0, 0.0, 0  # drowned counts the measurements that found S_avg ≤ 0
     if checkpoint:
         q_network.load_state_dict(checkpoint["network"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -426,9 +426,10 @@ def main(args: Args) -> Path | None:
         returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
         b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
         gns_noise = gns_signal = None
-        if measure:  # at the θ that collected the rollout, before it is fitted to it
+        if measure:  # before the updates
             b, gradients = batch_size // args.micro_batches, []
-            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed())).to(device)
+            # drawn as if transitions were independent, which makes N / S too small; what m does not divide is left out
+            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed() + 1)).to(device)
             for indices in order.split(b)[: args.micro_batches]:
                 backward(indices)
                 gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
@@ -459,15 +460,15 @@ def main(args: Args) -> Path | None:
             with autocast:
                 divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
             divergence = average(torch.tensor(divergence, device=device), world_size).item()
-            if iteration > 0:  # those of the untrained network are 100 to 1000 times larger, and would rule for long
-                first = noise_avg is None
-                noise_avg = gns_noise if first else (1 - args.beta) * noise_avg + args.beta * gns_noise
-                signal_avg = gns_signal if first else (1 - args.beta) * signal_avg + args.beta * gns_signal
+            if iteration > 0:  # the untrained network's are over 100 times larger (Breakout), and would rule for long
+                weight = args.beta if noise_avg else 1.0  # the first one counts in full
+                noise_avg += weight * (gns_noise - noise_avg)
+                signal_avg += weight * (gns_signal - signal_avg)
                 drowned += signal_avg <= 0
-            if iteration > 0 and args.adapt_rollout:
-                all_envs = world_size * num_envs  # E of all processes
-                bounds = (all_envs * args.rollout_min, all_envs * args.rollout_max)
-                adaptive_length = noise_scale_batch(noise_avg, signal_avg, bounds) / all_envs
+                if args.adapt_rollout:
+                    all_envs = world_size * num_envs  # E of all processes
+                    bounds = (all_envs * args.rollout_min, all_envs * args.rollout_max)
+                    adaptive_length = noise_scale_batch(noise_avg, signal_avg, bounds) / all_envs
 
         # 4. Log, save, and let the processes agree on whether to stop.
         iteration += 1
@@ -535,7 +536,7 @@ def check_args(args: Args, rules: list[tuple[str, bool, str]] | tuple = ()) -> N
     Rules are an argument's name, whether it is fine, and what it must be; some are the script's own.
     """
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
-    rules = [*rules, *((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"])]
+    rules = [*((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]), *rules]
     shares = "gamma q_lambda start_e end_e exploration_fraction beta"
     rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     positives = "learning_rate max_grad_norm checkpoint_every"

@@ -101,7 +101,7 @@ class Args:
 
     log_noise_scale: bool = False
     """log the gradient noise scale too, the signal of gns_baseline.py, whenever BD is measured: an epoch's work"""
-    micro_batches: int = 16  # [m] gradients it is computed from
+    micro_batches: int = 16  # [m] gradients that it is computed from; it takes memory for 2m of them
 
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
     precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
@@ -441,9 +441,10 @@ def main(args: Args) -> Path | None:
         returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
         b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
         gns_noise = gns_signal = None
-        if measure and args.log_noise_scale:  # at the θ that collected the rollout, before it is fitted to it
+        if measure and args.log_noise_scale:  # before the updates
             b, gradients = batch_size // args.micro_batches, []
-            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed())).to(device)
+            # drawn as if transitions were independent, which makes N / S too small; what m does not divide is left out
+            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed() + 1)).to(device)
             for indices in order.split(b)[: args.micro_batches]:
                 backward(indices)
                 gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
@@ -543,7 +544,7 @@ def check_args(args: Args, rules: list[tuple[str, bool, str]] | tuple = ()) -> N
     Rules are an argument's name, whether it is fine, and what it must be; some are the script's own.
     """
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
-    rules = [*rules, *((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"])]
+    rules = [*((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]), *rules]
     shares = "gamma q_lambda start_e end_e exploration_fraction beta"
     rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     positives = "learning_rate max_grad_norm checkpoint_every"

@@ -15,7 +15,7 @@ r"""PQN-L and PQN-XL with Adaptive Batch Scaling (ABS), on Atari, in one file: p
 PQN [arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a replay buffer nor a
 target network. ABS [arXiv 2605.21557] lets its batch follow the policy: every K iterations it measures in what share
 of states the update changed the greedy action, the Behavioural Divergence (BD), and sets the length of the next
-rollouts by it. A larger network gains more from a larger batch, so L may grow to 128 here, and the batch to 16,384:
+rollouts by it. It reports that larger networks gain more from larger batches: L may grow to 128 here, |B| to 16,384:
 
     delta_pi = (1/M) sum_i 1[ argmax_a Q_theta(s_i, a) != argmax_a Q_theta_old(s_i, a) ],    s_i ~ B_ref
     alpha    = log(clip(delta_pi, delta_min, delta_max) / delta_min) / log(delta_max / delta_min)
@@ -27,11 +27,11 @@ The network is a wider CNN and a multi-skip residual MLP [SG: arXiv 2506.15544] 
     x_{k+1} = x_k + f_k(x_k) + x_0,      hence      x_n = (n + 1) x_0 + sum_k f_k(x_k)
 
 x_0, the first layer's output, is added after every block. So dx_n/dx_0 holds n + 1 times the identity besides what
-passes through the blocks: however deep the stack, and whatever its blocks do, the gradient doesn't vanish.
+passes through the blocks: a direct path for the gradient, however deep the stack.
 
 The paper gives one column of sizes for PQN-L and PQN-XL (width 512, 5 layers) and does not say how they differ. Here
---size l, the default, is that column; --size xl has 10 blocks, the next depth in the code of [SG] (1, 3, 5, 10): the
-width is the one number that the paper states for both, and depth is what the skips are for.
+--size l, the default, is that column; --size xl is this project's choice: 10 blocks, the next depth in the code of [SG]
+(1, 3, 5, 10), since depth is what the skips are for.
 
 One GPU, the paper's settings:   python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
 A laptop without a GPU (slow):   python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4 --episodic-life --num-envs 32 \
@@ -118,7 +118,7 @@ class Args:
 
     log_noise_scale: bool = False
     """log the gradient noise scale too, the signal of gns_baseline.py, whenever BD is measured: an epoch's work"""
-    micro_batches: int = 16  # [m] gradients it is computed from
+    micro_batches: int = 16  # [m] gradients that it is computed from; it takes memory for 2m of them
 
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
     precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
@@ -153,7 +153,7 @@ class QNetwork(nn.Module):
     LayerNorm after each layer keeps Q-learning stable without a target network [PQN].
     """
 
-    def __init__(self, envs, channels=(64, 128, 128), width=512, num_blocks=5):
+    def __init__(self, envs, channels, width, num_blocks):
         super().__init__()
         c1, c2, c3 = channels
         self.conv1 = layer_init(nn.Conv2d(envs.single_observation_space.shape[0], c1, 8, stride=4))
@@ -312,8 +312,7 @@ def main(args: Args) -> Path | None:
     if args.log_noise_scale:
         rules += [("micro_batches", 2 <= args.micro_batches <= smallest_batch, f"from 2 to a batch, {smallest_batch}")]
     check_args(args, rules)
-    chosen = args.width, args.num_blocks
-    width, num_blocks = (preset if n is None else n for n, preset in zip(chosen, SIZES[args.size], strict=True))
+    width, num_blocks = args.width or SIZES[args.size][0], args.num_blocks or SIZES[args.size][1]
     device, dtype = pick_device(args)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint = load_checkpoint(args.resume) if args.resume else None
@@ -473,9 +472,10 @@ def main(args: Args) -> Path | None:
         returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
         b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
         gns_noise = gns_signal = None
-        if measure and args.log_noise_scale:  # at the θ that collected the rollout, before it is fitted to it
+        if measure and args.log_noise_scale:  # before the updates
             b, gradients = batch_size // args.micro_batches, []
-            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed())).to(device)
+            # drawn as if transitions were independent, which makes N / S too small; what m does not divide is left out
+            order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(fresh_seed() + 1)).to(device)
             for indices in order.split(b)[: args.micro_batches]:
                 backward(indices)
                 gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
@@ -575,7 +575,7 @@ def check_args(args: Args, rules: list[tuple[str, bool, str]] | tuple = ()) -> N
     Rules are an argument's name, whether it is fine, and what it must be; some are the script's own.
     """
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
-    rules = [*rules, *((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"])]
+    rules = [*((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]), *rules]
     shares = "gamma q_lambda start_e end_e exploration_fraction beta"
     rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     positives = "learning_rate max_grad_norm checkpoint_every"

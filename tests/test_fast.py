@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pqn_abs
+import pqn_abs_xl
 
 # --- Groups of environments ---
 
@@ -54,8 +55,9 @@ def test_groups_of_environments_change_no_number(train, groups, episodic_life):
     for name, parameter in load(one)["network"].items():
         torch.testing.assert_close(parameter, load(several)["network"][name], rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(*(without_clock(run / "metrics.csv") for run in (one, several)), strict=True):
+        assert [bool(v) for v in ours.values()] == [bool(v) for v in theirs.values()]
         assert {k: float(v or 0) for k, v in ours.items()} == pytest.approx(
-            {k: float(v or 0) for k, v in theirs.items()}
+            {k: float(v or 0) for k, v in theirs.items()}, rel=1e-3
         )
     assert len(rows(one / "episodes.csv")) > 20
     games = [
@@ -82,7 +84,10 @@ def test_groups_of_environments_step_at_the_same_time(train):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_bfloat16_agrees_with_float32_on_real_frames(train, trained):
-    """Greedy actions, and the gradient of a batch with the targets that each precision computes for itself."""
+    """Greedy actions, and the gradient of a batch with the targets that each precision computes for itself.
+
+    After a long run the cosine is less: see results/README.md.
+    """
     make_envs, make_network = pqn_abs.make_envs, pqn_abs.QNetwork
     envs = make_envs(pqn_abs.Args(num_envs=8))
     torch.manual_seed(0)
@@ -116,8 +121,9 @@ def test_bfloat16_agrees_with_float32_on_real_frames(train, trained):
 # --- Memory ---
 
 
-def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibatch(train):
-    """1280 transitions in 4 mini-batches; a rollout may have 64 x 40."""
+@pytest.mark.parametrize("script, longest", [(pqn_abs, 64), (pqn_abs_xl, 128)])
+def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibatch(train, script, longest):
+    """Rollouts of 1280 transitions in 4 mini-batches at first, with room for 40 x longest."""
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -130,9 +136,9 @@ def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibat
 
     seen = {}
     with Watch():
-        train(Noise(40), total_timesteps=4000, adapt_frequency=1, reference_states=100)
+        train(Noise(40), script=script, total_timesteps=4000, adapt_frequency=1, reference_states=100)
     sizes = {dtype: [size for _, size in storages] for dtype, storages in seen.items()}
-    assert [size for size in sizes.pop(torch.uint8) if size > 320 * 6] == [64 * 40 * 6]
+    assert [size for size in sizes.pop(torch.uint8) if size > 320 * 6] == [longest * 40 * 6]
     assert max(max(others) for others in sizes.values()) <= 320 * 6
 
 
@@ -172,7 +178,7 @@ def test_compiled_network_learns_the_same_and_few_times_is_it_compiled(train, mo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"episodic_life": True, "env_groups": 3}])
 def test_gpu_computes_what_the_cpu_does(train, options):
-    """A greedy rollout of 896 transitions and one gradient step on all of them: nothing here is drawn at random."""
+    """A greedy rollout of 896 transitions and one gradient step on all of them: what is drawn has no effect."""
     options |= {"num_envs": 28, "start_e": 0.0, "end_e": 0.0, "num_minibatches": 1, "update_epochs": 1}
     gpu, cpu = (train(lives, total_timesteps=1, learning_rate=0.01, device=name, **options) for name in ("cuda", "cpu"))
     for name, parameter in load(cpu)["network"].items():

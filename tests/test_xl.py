@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 from catch import Catch
-from helpers import Noise, column, load, rows
+from helpers import Bandit, Noise, SmallNetwork, column, load, rows, same
 
 import pqn_abs_xl
 
@@ -12,11 +12,12 @@ import pqn_abs_xl
 def make(size, **sizes):
     torch.manual_seed(0)
     width, num_blocks = pqn_abs_xl.SIZES[size]
-    return pqn_abs_xl.QNetwork(Catch(1), **{"width": width, "num_blocks": num_blocks} | sizes)
+    sizes = {"channels": pqn_abs_xl.Args().channels, "width": width, "num_blocks": num_blocks} | sizes
+    return pqn_abs_xl.QNetwork(Catch(1), **sizes)
 
 
 @pytest.mark.parametrize("size, blocks", [("l", 5), ("xl", 10)])
-def test_network_has_the_layers_of_the_table(size, blocks):
+def test_network_has_the_layers_of_its_size(size, blocks):
     """Convolutions of 64, 128 and 128 channels, then 512 hidden units throughout, a LayerNorm after each layer."""
     convolutions = 64 * (4 * 8 * 8 + 1) + 128 * (64 * 4 * 4 + 1) + 128 * (128 * 3 * 3 + 1)
     norms = 2 * (64 * 20 * 20 + 128 * 9 * 9 + 128 * 7 * 7)
@@ -60,7 +61,7 @@ def test_network_computes_its_equation():
 
 
 def test_gradient_reaches_the_first_layer_at_any_depth():
-    """Through 10 blocks (20 layers) as well as through one; a plain stack as deep loses it on the way."""
+    """Through 10 blocks (20 layers) as well as through one; a plain stack of PyTorch's own layers loses it."""
 
     def gradient(network, first, inputs):
         network(inputs).square().mean().backward()
@@ -78,6 +79,27 @@ def test_gradient_reaches_the_first_layer_at_any_depth():
     stacks = [plain(2 * n + 2) for n in (1, 10)]
     shallow, deep = (gradient(stack, stack[0], torch.rand(16, 64)) for stack in stacks)
     assert deep / shallow < 1 / 100
+
+
+def test_size_reaches_the_network(train):
+    def network(envs, *sizes):
+        seen.append(sizes)
+        return SmallNetwork(envs)
+
+    seen = []
+    train(Noise(4), network, pqn_abs_xl, total_timesteps=1)
+    train(Noise(4), network, pqn_abs_xl, total_timesteps=1, size="xl")
+    train(Noise(4), network, pqn_abs_xl, total_timesteps=1, size="xl", width=64, channels=(8, 8, 16))
+    assert seen == [((64, 128, 128), 512, 5), ((64, 128, 128), 512, 10), ((8, 8, 16), 64, 10)]
+
+
+def test_resumed_run_equals_a_straight_one(train):
+    options = {"start_e": 0.3, "end_e": 0.3, "adapt_frequency": 2, "script": pqn_abs_xl, "channels": (8, 8, 16)}
+    straight = train(Bandit(4), total_timesteps=3000, **options)
+    folder = train(Bandit(4), total_timesteps=1000, **options)
+    args = pqn_abs_xl.parse_args(["--resume", str(folder / "checkpoint.pt"), "--total-timesteps", "3000"])
+    assert train(Bandit(4), script=pqn_abs_xl, **vars(args) | {"device": "cpu"}) == folder
+    assert same(load(folder)["network"], load(straight)["network"])
 
 
 def test_catch_is_solved(train):

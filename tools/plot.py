@@ -39,6 +39,8 @@ def read_run(folder: Path) -> tuple[str, dict[str, list[float]]]:
         config = json.loads((folder / "config.json").read_text())
         args = config["args"]
         name = f"{args['env_id']}, {Path(config['script']).stem}, seed {args['seed']}"
+        if args.get("precision", "auto") != "auto":
+            name += f", {args['precision']}"
         if not args.get("adapt_rollout", True):
             name += f", fixed L = {args['num_steps']}"
         lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
