@@ -140,9 +140,9 @@ RESUME_MAY_CHANGE = """total_timesteps device env_groups compile checkpoint_ever
     wandb_entity wandb_group"""
 
 
-def layer_init(layer):
-    """Orthogonal weights (with the gain for ReLU) and zero biases."""
-    nn.init.orthogonal_(layer.weight, math.sqrt(2))
+def layer_init(layer, gain: float = math.sqrt(2)):
+    """Orthogonal weights, by default with the gain for ReLU, and zero biases."""
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -308,6 +308,8 @@ def main(args: Args) -> Path | None:
         ("num_blocks", args.num_blocks is None or args.num_blocks >= 1, "at least 1"),
         ("channels", min(args.channels) >= 1, "at least 1 each"),
     ]
+    shares = "q_lambda start_e end_e exploration_fraction"
+    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     smallest_batch = args.num_envs * min(args.rollout_min, args.num_steps)
     if args.log_noise_scale:
         rules += [("micro_batches", 2 <= args.micro_batches <= smallest_batch, f"from 2 to a batch, {smallest_batch}")]
@@ -576,8 +578,7 @@ def check_args(args: Args, rules: list[tuple[str, bool, str]] | tuple = ()) -> N
     """
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
     rules = [*((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]), *rules]
-    shares = "gamma q_lambda start_e end_e exploration_fraction beta"
-    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
+    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in ("gamma", "beta")]
     positives = "learning_rate max_grad_norm checkpoint_every"
     rules += [(name, 0 < getattr(args, name) < math.inf, "positive and finite") for name in positives.split()]
     shortest, longest = (args.rollout_min, args.rollout_max) if args.adapt_rollout else (args.num_steps, args.num_steps)

@@ -69,6 +69,17 @@ def test_plot_names_runs_and_ignores_a_torn_last_line(tmp_path):
     assert name == "ALE/Pong-v5, pqn_abs, seed 7, fixed L = 32"
 
 
+def test_plot_says_once_what_all_runs_share(tmp_path):
+    runs = [plot.read_run(make_run(tmp_path / str(seed), seed=seed, precision="float32")) for seed in (1, 2, 2)]
+    (legend,) = plot.draw(runs[:2]).legends
+    assert legend.get_title().get_text() == "ALE/Pong-v5, pqn_abs, float32"
+    assert [text.get_text() for text in legend.get_texts()] == ["seed 1", "seed 2"]
+    (legend,) = plot.draw(runs[1:]).legends  # equal runs keep their names
+    assert {text.get_text() for text in legend.get_texts()} == {"ALE/Pong-v5, pqn_abs, seed 2, float32"}
+    (legend,) = plot.draw(runs[:1]).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ALE/Pong-v5, pqn_abs, seed 1, float32"]
+
+
 def test_plot_draws_a_run_without_scores(tmp_path):
     run = make_run(tmp_path / "a", HEADER + ROWS.splitlines(keepends=True)[0])
     plot.main(plot.Args((run,), tmp_path / "a.png"))

@@ -71,12 +71,15 @@ def draw(runs: list[tuple[str, dict]]) -> plt.Figure:
         len(PANELS), sharex=True, figsize=(8, 7), height_ratios=[1.4, 1, 1], layout="constrained"
     )
     figure.align_ylabels(axes)
+    parts = [name.split(", ") for name, _ in runs]
+    shared = [part for part in parts[0] if len(runs) > 1 and all(part in others for others in parts)]
+    labels = [", ".join(part for part in own if part not in shared) or ", ".join(own) for own in parts]
     for axis, (column, title) in zip(axes, PANELS.items(), strict=True):
-        for (name, columns), colour in zip(runs, COLOURS * len(runs), strict=False):
+        for (_, columns), label, colour in zip(runs, labels, COLOURS * len(runs), strict=False):
             measured = [point for point in zip(columns[STEP], columns[column], strict=True) if math.isfinite(point[1])]
             style = {"marker": "o", "markersize": 3, "linewidth": 0.8} if column == DIVERGENCE else {"linewidth": 1.6}
             style |= {"drawstyle": "steps-pre"} if column == "abs/batch_size" else {}  # the batch that ended there
-            axis.plot(*zip(*measured or [(math.nan, math.nan)], strict=True), color=colour, label=name, **style)
+            axis.plot(*zip(*measured or [(math.nan, math.nan)], strict=True), color=colour, label=label, **style)
         axis.set_ylabel(title)
         axis.grid(color="0.9")
         axis.set_axisbelow(True)
@@ -86,9 +89,8 @@ def draw(runs: list[tuple[str, dict]]) -> plt.Figure:
     axes[2].xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes[2].set_xlabel("Environment steps")
     axes[2].set_xlim(left=0)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=1 + (len(runs) > 3), frameon=False
-    )
+    legend = {"title": ", ".join(shared), "ncols": 1 + (len(runs) > 3), "frameon": False}
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", **legend)
     return figure
 
 
