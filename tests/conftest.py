@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SmallNetwork, load, record, started
+from helpers import SmallActorCritic, SmallNetwork, load, record, started
 
 import pqn_abs
 
@@ -33,9 +33,11 @@ def no_process_left():
 def train(tmp_path, monkeypatch):
     """train(envs, network, script, **arguments) runs a script on an environment, or what makes one, and a network."""
 
-    def run(envs, network=SmallNetwork, script=pqn_abs, **arguments):
+    def run(envs, network=None, script=pqn_abs, **arguments):
+        name = "QNetwork" if hasattr(script, "QNetwork") else "ActorCritic"
+        small = SmallNetwork if name == "QNetwork" else SmallActorCritic
         monkeypatch.setattr(script, "make_envs", envs if callable(envs) else lambda args: envs)
-        monkeypatch.setattr(script, "QNetwork", network)
+        monkeypatch.setattr(script, name, network or small)
         arguments = {"runs_dir": str(tmp_path), "precision": "float32", "device": "cpu"} | arguments
         arguments.setdefault("num_envs", getattr(envs, "num_envs", None))
         return script.main(script.Args(**arguments))
@@ -50,8 +52,10 @@ def watch(train, monkeypatch):
     def run(envs, script=pqn_abs, **arguments):
         seen = SimpleNamespace(envs=record(envs), orders=[])
 
+        small = SmallNetwork if hasattr(script, "QNetwork") else SmallActorCritic
+
         def network(envs, *sizes):
-            seen.first = SmallNetwork(envs)
+            seen.first = small(envs)
             seen.start = copy.deepcopy(seen.first).double()
             return seen.first
 

@@ -87,6 +87,19 @@ class SmallNetwork(nn.Module):
         return self.layers(frames.to(self.layers[1].weight.dtype) / 255)
 
 
+class SmallActorCritic(nn.Module):
+    """The same for a policy and its value."""
+
+    def __init__(self, envs):
+        super().__init__()
+        self.layers = SmallNetwork(envs).layers
+        self.layers[3] = nn.Linear(16, int(envs.single_action_space.n) + 1)
+
+    def forward(self, frames):
+        outputs = self.layers(frames.to(self.layers[1].weight.dtype) / 255)
+        return outputs[:, :-1], outputs[:, -1]
+
+
 def record(envs):
     """Keep the seed that envs.reset gets and what goes through envs.step, in envs.seed and envs.steps."""
     reset, step, envs.steps = envs.reset, envs.step, []
