@@ -98,7 +98,7 @@ class Args:
     rollout_max: int = 256  # [L_max] rollout of a stable policy
     adapt_frequency: int = 50  # [K] iterations from one measurement of the KL divergence to the next
     delta_min: float = 1e-4  # [δ_min] KL at and below which the policy counts as stable
-    delta_max: float = 3.5e-3  # [δ_max] KL at and above which it counts as volatile; the README says how it was measured
+    delta_max: float = 3.5e-3  # [δ_max] KL at and above which it counts as volatile; measured, see the README
     beta: float = 0.1
     """[β] smoothing of L_adapt: 1 follows the KL at once, 0 never; the paper gives no value; 0.1 averages over about
     ten of its measurements"""
