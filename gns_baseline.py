@@ -261,9 +261,9 @@ def main(args: Args) -> Path | None:
         if world_size == 1:  # torchrun may pass a signal on twice; it ends what is left after 30 s
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
-    smallest_batch = args.num_envs * min(args.rollout_min, args.num_steps)
     shares = "q_lambda start_e end_e exploration_fraction"
     rules = [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
+    smallest_batch = args.num_envs * min(args.rollout_min, args.num_steps)
     rules += [("micro_batches", 2 <= args.micro_batches <= smallest_batch, f"from 2 to a batch, {smallest_batch}")]
     check_args(args, rules)
     device, dtype = pick_device(args)

@@ -281,11 +281,11 @@ def main(args: Args) -> Path | None:
     rules = [
         ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
         ("delta_max", args.delta_max < math.inf, "finite"),
+        ("gae_lambda", 0 <= args.gae_lambda <= 1, "between 0 and 1"),
+        ("ent_coef", 0 <= args.ent_coef < math.inf, "at least 0 and finite"),
+        ("vf_coef", 0 <= args.vf_coef < math.inf, "at least 0 and finite"),
+        ("clip_coef", 0 < args.clip_coef < 1, "between 0 and 1"),
     ]
-    rules += [("gae_lambda", 0 <= args.gae_lambda <= 1, "between 0 and 1")]
-    weights = ("ent_coef", "vf_coef")
-    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0 and finite") for name in weights]
-    rules += [("clip_coef", 0 < args.clip_coef < 1, "between 0 and 1")]
     check_args(args, rules)
     device, dtype = pick_device(args)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -301,15 +301,15 @@ def main(args: Args) -> Path | None:
         if world_size == 1:  # torchrun may pass a signal on twice; it ends what is left after 30 s
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
-    rules = [
+    shares = "q_lambda start_e end_e exploration_fraction"
+    rules = [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
+    rules += [
         ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
         ("delta_max", args.delta_max <= 1, "at most 1"),
         ("width", args.width is None or args.width >= 1, "at least 1"),
         ("num_blocks", args.num_blocks is None or args.num_blocks >= 1, "at least 1"),
         ("channels", min(args.channels) >= 1, "at least 1 each"),
     ]
-    shares = "q_lambda start_e end_e exploration_fraction"
-    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     smallest_batch = args.num_envs * min(args.rollout_min, args.num_steps)
     if args.log_noise_scale:
         rules += [("micro_batches", 2 <= args.micro_batches <= smallest_batch, f"from 2 to a batch, {smallest_batch}")]

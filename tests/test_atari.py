@@ -10,6 +10,7 @@ from helpers import ROOT, column, load, record, rows, start, without_clock
 
 import pqn_abs
 
+POLICY_GRADIENTS = {"ppo_abs.py", "p3o_abs.py"}
 SMALL = {"num_envs": 4, "num_minibatches": 2, "rollout_min": 8, "num_steps": 16, "rollout_max": 24}
 
 
@@ -20,8 +21,9 @@ SMALL = {"num_envs": 4, "num_minibatches": 2, "rollout_min": 8, "num_steps": 16,
 def test_a_run_from_the_command_line(tmp_path, monkeypatch, script, game):
     monkeypatch.chdir(tmp_path)
     options = {f"--{name.replace('_', '-')}": value for name, value in SMALL.items()}
-    options |= {"--env-id": game, "--total-timesteps": 2500, "--adapt-frequency": 3, "--exploration-fraction": 1.0}
-    process = start(ROOT / script, *(part for option in options.items() for part in option))
+    options |= {"--env-id": game, "--total-timesteps": 2500, "--adapt-frequency": 3}
+    flags = ["--adapt-rollout"] if script in POLICY_GRADIENTS else ["--exploration-fraction", 1.0]
+    process = start(ROOT / script, *(part for option in options.items() for part in option), *flags)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     (folder,) = (tmp_path / "runs").iterdir()
@@ -35,7 +37,10 @@ def test_a_run_from_the_command_line(tmp_path, monkeypatch, script, game):
     assert 2500 <= sum(batches) == load(folder)["global_step"]
     divergences = column(table, "abs/behavioral_divergence")
     assert len(divergences) == -(-len(batches) // 3) and 0 <= min(divergences) and max(divergences) <= 1
-    for name in "charts/seconds charts/SPS charts/epsilon losses/td_loss losses/q_values losses/grad_norm".split():
+    names = "charts/seconds charts/SPS charts/epsilon losses/td_loss losses/q_values losses/grad_norm"
+    if script in POLICY_GRADIENTS:
+        names = "charts/SPS charts/learning_rate losses/policy_loss losses/value_loss losses/entropy losses/grad_norm"
+    for name in names.split():
         assert len(column(table, name)) == len(batches) and np.isfinite(column(table, name)).all()
     assert rows(folder / "episodes.csv") or game == "ALE/Pong-v5"  # a game of Pong takes longer
     config = json.loads((folder / "config.json").read_text())

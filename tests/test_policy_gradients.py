@@ -43,8 +43,10 @@ def gradient(function, x):
 def test_advantages_are_those_of_the_forward_view(length, num_envs, gamma, gae_lambda, ends, seed):
     """An advantage is the λ-return, the weighted mean of all n-step returns, less the value."""
     rng = np.random.default_rng(seed)
-    rewards, values, next_values = rng.normal(size=(3, length, num_envs))
+    rewards, values, last_values = rng.normal(size=(3, length + 1, num_envs))
+    rewards, values, following = rewards[:-1], values[:-1], values[1:]
     terminated, truncated = rng.random((2, length, num_envs)) < ends
+    next_values = np.where(truncated, last_values[:-1], following)  # a cut episode ends in a state of its own
     rollout = map(torch.from_numpy, (rewards, values, next_values, terminated, truncated))
     expected = forward_view(rewards, next_values, terminated, truncated, gamma, gae_lambda) - values
     np.testing.assert_allclose(gae(*rollout, gamma, gae_lambda).numpy(), expected, rtol=1e-5, atol=1e-6)
@@ -483,10 +485,13 @@ def test_value_that_makes_no_run_of_one_script(train, capsys, script, option, va
 # --- Learning ---
 
 BUDGET = {"total_timesteps": 20_000, "num_envs": 8, "num_steps": 32, "rollout_min": 16, "rollout_max": 64}
-BUDGET |= {"adapt_frequency": 10, "precision": "auto", "episodic_life": False}
+BUDGET |= {"adapt_frequency": 10, "precision": "auto", "episodic_life": False, "ent_coef": 0.03}
 
 
-@pytest.mark.parametrize("script, options", [(ppo_abs, {}), (p3o_abs, {}), (p3o_abs, {"replay_rollouts": 4})])
+REPLAY = {"replay_rollouts": 4, "update_epochs": 1, "num_steps": 16}
+
+
+@pytest.mark.parametrize("script, options", [(ppo_abs, {}), (p3o_abs, {}), (p3o_abs, REPLAY)])
 def test_catch_is_solved(train, script, options):
     folder = train(Catch(8), script.ActorCritic, script, **BUDGET | options)
     assert max(column(folder / "metrics.csv", "charts/episodic_return")) >= 0.8
