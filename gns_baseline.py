@@ -459,9 +459,13 @@ def main(args: Args) -> Path | None:
         if measure:
             sample = torch.randperm(batch_size, device=device)[: args.reference_states]
             reference = b_obs.index_select(0, sample)  # B_ref, from the rollout just learned from
-            with autocast:
+            with torch.no_grad(), autocast:
                 divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
-            divergence = average(torch.tensor(divergence, device=device), world_size).item()
+                greedy = torch.cat([q_network(chunk).argmax(-1) for chunk in reference.split(chunk_size)])
+            # Signals to compare BD with: how evenly the greedy policy uses its actions, how much values differ.
+            entropy = torch.special.entr(torch.bincount(greedy, minlength=num_actions) / len(greedy)).sum()
+            signals = torch.stack([torch.tensor(divergence, device=device), entropy, values[:length].var(correction=0)])
+            divergence, policy_entropy, value_variance = average(signals, world_size).tolist()
             if iteration > 0:  # the untrained network's are over 100 times larger (Breakout), and would rule for long
                 weight = args.beta if noise_avg else 1.0  # the first one counts in full
                 noise_avg += weight * (gns_noise - noise_avg)
@@ -487,6 +491,8 @@ def main(args: Args) -> Path | None:
                 "abs/rollout_length": length,
                 "abs/batch_size": world_size * batch_size,
                 "abs/behavioral_divergence": divergence if measure else None,
+                "abs/policy_entropy": policy_entropy if measure else None,
+                "abs/value_variance": value_variance if measure else None,
                 "losses/td_loss": td_loss,
                 "losses/q_values": q_values,
                 "losses/grad_norm": grad_norm,

@@ -32,7 +32,7 @@ clip leaves none. With --adapt-rollout ABS [arXiv 2605.21557] sets the batch siz
 Nobody has published this combination; so it is off unless asked for.
 
 Plain P3O:                       python p3o_abs.py --env-id BreakoutNoFrameskip-v4
-A first impression on a laptop:  python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 500000
+A first impression on a laptop:  python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 300000
 With the last 4 rollouts, too:   python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --replay-rollouts 4
 P3O with ABS:                    python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --adapt-rollout
 Several GPUs, L shared by all:   torchrun --nproc-per-node 4 p3o_abs.py --env-id BreakoutNoFrameskip-v4
@@ -497,7 +497,8 @@ def main(args: Args) -> Path | None:
             with autocast:
                 kl = mean_kl_divergence(policy, old_policy, reference)
                 divergence = behavioral_divergence(policy, old_policy, reference)
-            kl, divergence = average(torch.tensor([kl, divergence], device=device), world_size).tolist()
+            signals = torch.tensor([kl, divergence, values[:length].var(correction=0)], device=device)
+            kl, divergence, value_variance = average(signals, world_size).tolist()
             if args.adapt_rollout:
                 thresholds, bounds = (args.delta_min, args.delta_max), (args.rollout_min, args.rollout_max)
                 adaptive_length = rollout_length(kl, adaptive_length, thresholds, bounds, args.beta)
@@ -518,6 +519,7 @@ def main(args: Args) -> Path | None:
                 "abs/batch_size": world_size * batch_size,
                 "abs/kl_divergence": kl if measure else None,
                 "abs/behavioral_divergence": divergence if measure else None,
+                "abs/value_variance": value_variance if measure else None,
                 "losses/policy_loss": policy_loss,
                 "losses/value_loss": value_loss,
                 "losses/entropy": entropy,

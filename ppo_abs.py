@@ -25,7 +25,7 @@ by the KL divergence. A volatile policy gets short rollouts and small batches, a
 The Behavioural Divergence of pqn_abs.py, the share of states in which the most likely action changed, is logged beside.
 
 One GPU or a laptop:             python ppo_abs.py --env-id BreakoutNoFrameskip-v4
-A first impression on a laptop:  python ppo_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 500000
+A first impression on a laptop:  python ppo_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 300000
 Several GPUs, L shared by all:   torchrun --nproc-per-node 4 ppo_abs.py --env-id BreakoutNoFrameskip-v4
 Plain PPO, L = 128 throughout:   python ppo_abs.py --no-adapt-rollout
 After Ctrl-C or a crash:         python ppo_abs.py --resume runs/.../checkpoint.pt
@@ -477,7 +477,8 @@ def main(args: Args) -> Path | None:
             with autocast:
                 kl = mean_kl_divergence(policy, old_policy, reference)
                 divergence = behavioral_divergence(policy, old_policy, reference)
-            kl, divergence = average(torch.tensor([kl, divergence], device=device), world_size).tolist()
+            signals = torch.tensor([kl, divergence, values[:length].var(correction=0)], device=device)
+            kl, divergence, value_variance = average(signals, world_size).tolist()
             if args.adapt_rollout:
                 thresholds, bounds = (args.delta_min, args.delta_max), (args.rollout_min, args.rollout_max)
                 adaptive_length = rollout_length(kl, adaptive_length, thresholds, bounds, args.beta)
@@ -498,6 +499,7 @@ def main(args: Args) -> Path | None:
                 "abs/batch_size": world_size * batch_size,
                 "abs/kl_divergence": kl if measure else None,
                 "abs/behavioral_divergence": divergence if measure else None,
+                "abs/value_variance": value_variance if measure else None,
                 "losses/policy_loss": policy_loss,
                 "losses/value_loss": value_loss,
                 "losses/entropy": entropy,

@@ -505,9 +505,13 @@ def main(args: Args) -> Path | None:
         if measure:
             sample = torch.randperm(batch_size, device=device)[: args.reference_states]
             reference = b_obs.index_select(0, sample)  # B_ref, from the rollout just learned from
-            with autocast:
+            with torch.no_grad(), autocast:
                 divergence = behavioral_divergence(q_network, old_network, reference, chunk_size)
-            divergence = average(torch.tensor(divergence, device=device), world_size).item()
+                greedy = torch.cat([q_network(chunk).argmax(-1) for chunk in reference.split(chunk_size)])
+            # Signals to compare BD with: how evenly the greedy policy uses its actions, how much values differ.
+            entropy = torch.special.entr(torch.bincount(greedy, minlength=num_actions) / len(greedy)).sum()
+            signals = torch.stack([torch.tensor(divergence, device=device), entropy, values[:length].var(correction=0)])
+            divergence, policy_entropy, value_variance = average(signals, world_size).tolist()
             if args.adapt_rollout:
                 thresholds, bounds = (args.delta_min, args.delta_max), (args.rollout_min, args.rollout_max)
                 adaptive_length = rollout_length(divergence, adaptive_length, thresholds, bounds, args.beta)
@@ -527,6 +531,8 @@ def main(args: Args) -> Path | None:
                 "abs/rollout_length": length,
                 "abs/batch_size": world_size * batch_size,
                 "abs/behavioral_divergence": divergence if measure else None,
+                "abs/policy_entropy": policy_entropy if measure else None,
+                "abs/value_variance": value_variance if measure else None,
                 "losses/td_loss": td_loss,
                 "losses/q_values": q_values,
                 "losses/grad_norm": grad_norm,

@@ -72,6 +72,9 @@ def test_iteration_computed_twice(watch, envs, arguments):
     states = torch.from_numpy(np.concatenate([step["obs"] for step in seen.envs.steps]))
     changed = (before(states).argmax(1) != network(states).argmax(1)).double().mean().item()
     assert float(row["abs/behavioral_divergence"]) == pytest.approx(changed, abs=1e-6)
+    assert float(row["abs/value_variance"]) == pytest.approx(before(states).amax(1).var(correction=0).item(), rel=1e-4)
+    shares = np.bincount(network(states).argmax(1)) / batch
+    assert float(row["abs/policy_entropy"]) == pytest.approx(-sum(p * np.log(p) for p in shares if p > 0), abs=1e-5)
     next_length = pqn_abs.rollout_length(
         changed, args.num_steps, (0.05, 0.95), (args.rollout_min, args.rollout_max), args.beta
     )

@@ -375,6 +375,8 @@ def test_divergences_are_those_of_one_iteration(watch, script):
     (row,) = rows(seen.folder / "metrics.csv")
     expected = (old.exp() * (old - new)).sum(1).mean().item()
     assert float(row["abs/kl_divergence"]) == pytest.approx(expected, rel=1e-3) and expected > 1e-4
+    variance = seen.start(states)[1].var(correction=0).item()
+    assert float(row["abs/value_variance"]) == pytest.approx(variance, rel=1e-3)
     assert float(row["abs/behavioral_divergence"]) == pytest.approx((old.argmax(1) != new.argmax(1)).double().mean())
 
 
