@@ -69,8 +69,11 @@ def test_plot_names_runs_and_ignores_a_torn_last_line(tmp_path):
     assert name == "ALE/Pong-v5, pqn_abs, seed 7, fixed L = 32"
 
 
+SEEDS = [("a", 1), ("b", 2), ("c", 2)]
+
+
 def test_plot_says_once_what_all_runs_share(tmp_path):
-    runs = [plot.read_run(make_run(tmp_path / str(seed), seed=seed, precision="float32")) for seed in (1, 2, 2)]
+    runs = [plot.read_run(make_run(tmp_path / name, seed=seed, precision="float32")) for name, seed in SEEDS]
     (legend,) = plot.draw(runs[:2]).legends
     assert legend.get_title().get_text() == "ALE/Pong-v5, pqn_abs, float32"
     assert [text.get_text() for text in legend.get_texts()] == ["seed 1", "seed 2"]

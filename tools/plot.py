@@ -34,7 +34,7 @@ def fail(message: str):
 
 
 def read_run(folder: Path) -> tuple[str, dict[str, list[float]]]:
-    """The run's name for the legend, and its columns as numbers, NaN where nothing was measured."""
+    """The run's name for the legend, and its columns as numbers, NaN where nothing was measured; or a ValueError."""
     try:
         config = json.loads((folder / "config.json").read_text())
         args = config["args"]
@@ -45,24 +45,24 @@ def read_run(folder: Path) -> tuple[str, dict[str, list[float]]]:
             name += f", fixed L = {args['num_steps']}"
         lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
     except FileNotFoundError as error:
-        fail(f"{folder} is no run: it has no {Path(error.filename).name}")
+        raise ValueError(f"{folder} is no run: it has no {Path(error.filename).name}") from None
     except OSError as error:
-        fail(f"can't read {folder}: {error.strerror}")
+        raise ValueError(f"can't read {folder}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        fail(f"{folder} is no run: its config.json or metrics.csv is not what a run writes")
+        raise ValueError(f"{folder} is no run: its config.json or metrics.csv is not what a run writes") from None
 
     # the last line of a run in progress may be torn
     header, *rows = [line.rstrip("\n").split(",") for line in lines if line[-1] == "\n"] or [[]]
     if not rows:
-        fail(f"{folder}/metrics.csv has no data yet")
+        raise ValueError(f"{folder}/metrics.csv has no data yet")
     for column in (STEP, *PANELS):
         if column not in header:
-            fail(f"{folder}/metrics.csv has no column {column}")
+            raise ValueError(f"{folder}/metrics.csv has no column {column}")
     try:
         numbers = [[float(text or "nan") for text in row] for row in rows]
         return name, dict(zip(header, zip(*numbers, strict=True), strict=True))
     except ValueError:
-        fail(f"{folder}/metrics.csv is damaged: rows of unequal length, or no numbers")
+        raise ValueError(f"{folder}/metrics.csv is damaged: rows of unequal length, or no numbers") from None
 
 
 def draw(runs: list[tuple[str, dict]]) -> plt.Figure:
@@ -99,7 +99,10 @@ def main(args: Args) -> None:
         fail("name at least one run's folder")
     if args.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         fail(f"--out {args.out}: no picture format; take .png, .svg or .pdf")
-    figure = draw([read_run(folder) for folder in args.runs])
+    try:
+        figure = draw([read_run(folder) for folder in args.runs])
+    except ValueError as error:
+        fail(str(error))
     try:
         figure.savefig(args.out, dpi=140)
     except OSError as error:

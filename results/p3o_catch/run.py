@@ -76,7 +76,8 @@ def run(cell: tuple) -> tuple:
 
 def main() -> None:
     cells = itertools.product(LOSSES, EPOCHS, REPLAYS, SEEDS)
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")  # a process for each, as what one replaces must not stay for the next
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, max_tasks_per_child=1) as pool:
         results = list(pool.map(run, cells))
     with open(HERE / "returns.csv", "w", newline="") as file:
         writer = csv.writer(file)
