@@ -12,10 +12,10 @@
 # ///
 r"""P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its own trust region.
 
-P3O [arXiv 2605.12380] is a policy gradient without a clip range, for data that an earlier policy pi_b collected: the
-one before this rollout's updates, or before those of earlier rollouts (--replay-rollouts). What such data is worth is
-told by the ratios of the two policies: their effective sample size e_B, of a mini-batch of N samples, caps the weight
-of each sample, and what it lacks to 1 weighs a pull back to pi_b:
+P3O [arXiv 2605.12380] is a policy gradient without a clip range, for data that an earlier policy pi_b collected, in
+this rollout or, with --replay-rollouts, in one of the last. What such data is worth is told by the ratios of the two
+policies in a mini-batch of N samples: their effective sample size e_B caps each sample's weight, and 1 - e_B weighs a
+pull back to pi_b:
 
     rho_i = pi_theta(a_i|s_i) / pi_b(a_i|s_i)
     e_B   = (sum_i rho_i)^2 / (N sum_i rho_i^2),                                               from 1/N to 1
@@ -84,7 +84,9 @@ class Args:
     gae_lambda: float = 0.95  # [λ] of the advantages; 0 is one-step, 1 is Monte Carlo
     num_minibatches: int = 4  # mini-batches per epoch; each grows with the rollout, as their number is fixed
     update_epochs: int = 4  # passes over each rollout (and over those replayed)
-    replay_rollouts: int = 0  # learn from this many earlier rollouts along with the last one; each takes its memory
+    replay_rollouts: int = 0
+    """learn from this many earlier rollouts along with the last one; each needs as much memory again, and makes the
+    mini-batches, whose number stays, larger"""
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
@@ -94,7 +96,7 @@ class Args:
 
     adapt_rollout: bool = False  # let L follow the KL divergence; without, this is plain P3O with L = num_steps
     num_steps: int = 128  # steps per environment in the first rollout, and in all without --adapt-rollout
-    rollout_min: int = 64  # [L_min] rollout of a volatile policy; the range is to 128 what PQN's 16 to 64 is to its 32
+    rollout_min: int = 64  # [L_min] rollout of a volatile policy; half and twice num_steps, as in PQN
     rollout_max: int = 256  # [L_max] rollout of a stable policy
     adapt_frequency: int = 50  # [K] iterations from one measurement of the KL divergence to the next
     delta_min: float = 1e-4  # [δ_min] KL at and below which the policy counts as stable
@@ -242,7 +244,7 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
 
 @torch.no_grad()
 def mean_kl_divergence(policy, old_policy, states, chunk_size: int = 2048) -> float:
-    """How far an update moved the policy, in nats [ABS, section 2]; policies map states (M, ...) to logits (M, A).
+    """How far an update moved the policy, in nats [ABS]; policies map states (M, ...) to logits (M, A).
 
     δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) )
 
@@ -256,7 +258,7 @@ def mean_kl_divergence(policy, old_policy, states, chunk_size: int = 2048) -> fl
 
 @torch.no_grad()
 def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) -> float:
-    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS, section 1].
+    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
 
@@ -343,7 +345,7 @@ def main(args: Args) -> Path | None:
     resets = [envs.reset(seed=fresh_seed() // 2 + part.start) for envs, part in zip(groups, parts, strict=True)]
     next_obs = [observations for observations, _ in resets]  # of each group
     if args.episodic_life and "lives" not in resets[0][1]:
-        fail(f"--episodic-life: {args.env_id} does not tell the number of lives")
+        fail(f"--episodic-life: {args.env_id} does not tell the number of lives; take --no-episodic-life")
 
     folder = None
     if rank == 0:
@@ -407,10 +409,10 @@ def main(args: Args) -> Path | None:
         if measure:
             old_network.load_state_dict(network.state_dict())  # θ_old ← θ
 
-        slot = iteration % slots  # the oldest rollout's
-        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from the policy:
-        # argmax_a π(a) / e_a, with e_a exponentially distributed, is such a draw, and needs no synchronisation.
-        exponential = torch.empty((length, num_envs, num_actions), device=device).exponential_()
+        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from the policy: with Gumbel noise
+        # on the logits, argmax is such a draw, and for any grouping of the environments the same one.
+        gumbel = -torch.empty((length, num_envs, num_actions), device=device).exponential_().log()
+        slot = iteration % slots  # overwrites the oldest rollout
         in_flight = deque()  # the groups' steps
         for t, group in itertools.product(range(length + 1), range(num_groups)):  # t = L takes in what t = L - 1 did
             envs, part = groups[group], parts[group]
@@ -444,9 +446,10 @@ def main(args: Args) -> Path | None:
             if t < length:
                 obs[slot, t, part] = frames
                 log_behavior[slot, t, part] = logits.log_softmax(-1)
-                actions[slot, t, part] = (logits.softmax(-1) / exponential[t, part]).argmax(-1)
+                actions[slot, t, part] = (logits + gumbel[t, part]).argmax(-1)
                 chosen = actions[slot, t, part].cpu().numpy()
-                if lost_life[part].any():  # in the step before; the policy's own choice is what it learns from
+                if lost_life[part].any():  # in the step before; as what follows is the same whatever was drawn,
+                    # the gradient of the draw is 0 in expectation, and FIRE, which was not drawn, needs no correction
                     chosen = np.where(lost_life[part], envs.fire_action, chosen)
                 in_flight.append(pool.submit(envs.step, chosen))
 
@@ -455,6 +458,7 @@ def main(args: Args) -> Path | None:
         next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
         estimates = gae(reward, values[:length], next_values, term, trunc, args.gamma, args.gae_lambda)
         advantages[slot, :length], returns[slot, :length] = estimates, estimates + values[:length]
+        # for as long as a rollout is kept, its advantages and returns stay those of the policy that collected it
         kept.append(slot * longest * num_envs + torch.arange(batch_size, device=device))
         transitions = torch.cat(tuple(kept))
         b_obs, b_actions, b_log_behavior = obs.flatten(0, 2), actions.flatten(), log_behavior.flatten(0, 2)
@@ -471,6 +475,7 @@ def main(args: Args) -> Path | None:
                 advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
                 b = b_log_behavior[minibatch], b_actions[minibatch], advantage
                 policy_loss, ess, behavior_kl, capped = p3o_loss(log_pi, *b)
+                # no clip range here either
                 value_loss = 0.5 * (value - b_returns[minibatch]).square().mean()
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
                 (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).backward()

@@ -13,16 +13,16 @@
 r"""PPO with Adaptive Batch Scaling (ABS), on Atari, in one file.
 
 PPO [arXiv 1707.06347] learns a policy and its value from short rollouts of parallel environments, in several epochs
-over each, and clips the objective where the policy has moved too far from the one that acted. ABS [arXiv 2605.21557,
-section 2] lets its batch follow the policy: every K iterations it measures how far the updates moved the policy, here
-by the KL divergence. A volatile policy gets short rollouts and small batches, a stable one long ones and large batches:
+over each, and clips the objective where the policy has moved too far from the one that acted. ABS [arXiv 2605.21557]
+lets its batch follow the policy: every K iterations it measures how far the updates moved the policy, here by the KL
+divergence. A volatile policy gets short rollouts and small batches, a stable one long rollouts and large batches:
 
     delta    = (1/M) sum_i KL( pi_theta_old(.|s_i) || pi_theta(.|s_i) ),    s_i ~ B_ref
     alpha    = log(clip(delta, delta_min, delta_max) / delta_min) / log(delta_max / delta_min)
     L'       = L_max - alpha (L_max - L_min)                                                     (Eq. 4)
     L_adapt <- (1 - beta) L_adapt + beta L',       batch |B| = E L_adapt
 
-The Behavioural Divergence of pqn_abs.py, the share of states in which the most likely action changed, is logged beside.
+The Behavioural Divergence of pqn_abs.py, the share of states in which the most likely action changed, is logged too.
 
 One GPU or a laptop:             python ppo_abs.py --env-id BreakoutNoFrameskip-v4
 A first impression on a laptop:  python ppo_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 300000
@@ -86,7 +86,7 @@ class Args:
 
     adapt_rollout: bool = True  # let L follow the KL divergence; --no-adapt-rollout is plain PPO with L = num_steps
     num_steps: int = 128  # steps per environment in the first rollout, and in all with --no-adapt-rollout
-    rollout_min: int = 64  # [L_min] rollout of a volatile policy; the range is to 128 what PQN's 16 to 64 is to its 32
+    rollout_min: int = 64  # [L_min] rollout of a volatile policy; half and twice num_steps, as in PQN
     rollout_max: int = 256  # [L_max] rollout of a stable policy
     adapt_frequency: int = 50  # [K] iterations from one measurement of the KL divergence to the next
     delta_min: float = 1e-4  # [δ_min] KL at and below which the policy counts as stable
@@ -227,7 +227,7 @@ def kl_divergence(log_p, log_q):
 
 @torch.no_grad()
 def mean_kl_divergence(policy, old_policy, states, chunk_size: int = 2048) -> float:
-    """How far an update moved the policy, in nats [ABS, section 2]; policies map states (M, ...) to logits (M, A).
+    """How far an update moved the policy, in nats [ABS]; policies map states (M, ...) to logits (M, A).
 
     δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) )
 
@@ -241,7 +241,7 @@ def mean_kl_divergence(policy, old_policy, states, chunk_size: int = 2048) -> fl
 
 @torch.no_grad()
 def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) -> float:
-    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS, section 1].
+    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
 
@@ -284,7 +284,7 @@ def main(args: Args) -> Path | None:
         ("gae_lambda", 0 <= args.gae_lambda <= 1, "between 0 and 1"),
         ("ent_coef", 0 <= args.ent_coef < math.inf, "at least 0 and finite"),
         ("vf_coef", 0 <= args.vf_coef < math.inf, "at least 0 and finite"),
-        ("clip_coef", 0 < args.clip_coef < 1, "between 0 and 1"),
+        ("clip_coef", 0 < args.clip_coef < 1, "above 0 and below 1"),
     ]
     check_args(args, rules)
     device, dtype = pick_device(args)
@@ -328,7 +328,7 @@ def main(args: Args) -> Path | None:
     resets = [envs.reset(seed=fresh_seed() // 2 + part.start) for envs, part in zip(groups, parts, strict=True)]
     next_obs = [observations for observations, _ in resets]  # of each group
     if args.episodic_life and "lives" not in resets[0][1]:
-        fail(f"--episodic-life: {args.env_id} does not tell the number of lives")
+        fail(f"--episodic-life: {args.env_id} does not tell the number of lives; take --no-episodic-life")
 
     folder = None
     if rank == 0:
@@ -351,7 +351,7 @@ def main(args: Args) -> Path | None:
     # s_{t+1} is row t + 1. values are V(s_t); final_values that of the last state of an episode that was cut at t.
     obs = torch.from_numpy(next_obs[0]).new_zeros((longest, num_envs, *next_obs[0].shape[1:]), device=device)
     actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
-    log_policy = torch.zeros((longest, num_envs, num_actions), device=device)  # log π_θold(·|s_t), that of all actions
+    old_log_probs = torch.zeros((longest, num_envs), device=device)  # log π_θold(a_t|s_t)
     values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
     rewards = np.zeros((longest, num_envs), dtype=np.float32)
     terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
@@ -388,9 +388,9 @@ def main(args: Args) -> Path | None:
         if measure:
             old_network.load_state_dict(network.state_dict())  # θ_old ← θ
 
-        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from the policy:
-        # argmax_a π(a) / e_a, with e_a exponentially distributed, is such a draw, and needs no synchronisation.
-        exponential = torch.empty((length, num_envs, num_actions), device=device).exponential_()
+        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from the policy: with Gumbel noise
+        # on the logits, argmax is such a draw, and for any grouping of the environments the same one.
+        gumbel = -torch.empty((length, num_envs, num_actions), device=device).exponential_().log()
         in_flight = deque()  # the groups' steps
         for t, group in itertools.product(range(length + 1), range(num_groups)):  # t = L takes in what t = L - 1 did
             envs, part = groups[group], parts[group]
@@ -423,10 +423,11 @@ def main(args: Args) -> Path | None:
                 logits, values[t, part] = network(frames)
             if t < length:
                 obs[t, part] = frames
-                log_policy[t, part] = logits.log_softmax(-1)
-                actions[t, part] = (logits.softmax(-1) / exponential[t, part]).argmax(-1)
+                actions[t, part] = (logits + gumbel[t, part]).argmax(-1)
+                old_log_probs[t, part] = logits.log_softmax(-1).gather(1, actions[t, part, None]).squeeze(1)
                 chosen = actions[t, part].cpu().numpy()
-                if lost_life[part].any():  # in the step before; the policy's own choice is what it learns from
+                if lost_life[part].any():  # in the step before; as what follows is the same whatever was drawn,
+                    # the gradient of the draw is 0 in expectation, and FIRE, which was not drawn, needs no correction
                     chosen = np.where(lost_life[part], envs.fire_action, chosen)
                 in_flight.append(pool.submit(envs.step, chosen))
 
@@ -435,9 +436,8 @@ def main(args: Args) -> Path | None:
         next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
         advantages = gae(reward, values[:length], next_values, term, trunc, args.gamma, args.gae_lambda)
         b_obs, b_actions, b_advantages = obs[:length].flatten(0, 1), actions[:length].flatten(), advantages.flatten()
-        b_values = values[:length].flatten()
+        b_values, b_log_probs = values[:length].flatten(), old_log_probs[:length].flatten()
         b_returns = b_advantages + b_values
-        b_log_probs = log_policy[:length].flatten(0, 1).gather(1, b_actions[:, None]).squeeze(1)
         num_updates = args.update_epochs * args.num_minibatches
         means = torch.zeros(6, device=device)  # of what is logged below
         for _ in range(args.update_epochs):
@@ -451,7 +451,7 @@ def main(args: Args) -> Path | None:
                 policy_loss = clipped_surrogate(log_probs, b_log_probs[minibatch], advantage, args.clip_coef).mean()
                 value_loss = clipped_value_loss(value, b_values[minibatch], b_returns[minibatch], args.clip_coef).mean()
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-                # L = -L^CLIP + c_v ½ (V - R)² - c_e H(π)
+                # L = -L^CLIP + c_v L^VALUE - c_e H(π)
                 (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).backward()
                 clipped = ((log_probs - b_log_probs[minibatch]).exp() - 1).abs() > args.clip_coef
                 if world_size > 1:

@@ -250,7 +250,7 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
 
 @torch.no_grad()
 def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) -> float:
-    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS, section 1].
+    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
 
@@ -357,7 +357,7 @@ def main(args: Args) -> Path | None:
     resets = [envs.reset(seed=fresh_seed() // 2 + part.start) for envs, part in zip(groups, parts, strict=True)]
     next_obs = [observations for observations, _ in resets]  # of each group
     if args.episodic_life and "lives" not in resets[0][1]:
-        fail(f"--episodic-life: {args.env_id} does not tell the number of lives")
+        fail(f"--episodic-life: {args.env_id} does not tell the number of lives; take --no-episodic-life")
 
     folder = None
     if rank == 0:

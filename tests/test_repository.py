@@ -67,8 +67,8 @@ def test_scripts_share_what_they_share_word_for_word():
         ("pqn_abs.py", "pqn_abs_xl.py", "main", 6),
         ("pqn_abs.py", "gns_baseline.py", "Args", 21),
         ("pqn_abs.py", "gns_baseline.py", "main", 33),
-        ("ppo_abs.py", "p3o_abs.py", "Args", 12),
-        ("ppo_abs.py", "p3o_abs.py", "main", 64),
+        ("ppo_abs.py", "p3o_abs.py", "Args", 14),
+        ("ppo_abs.py", "p3o_abs.py", "main", 65),
         ("pqn_abs.py", "ppo_abs.py", "main", 154),
     ],
 )
