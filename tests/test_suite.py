@@ -95,6 +95,12 @@ def test_games_are_those_of_the_registry():
     assert set(suite.ATARI10) < set(suite.ATARI57)
 
 
+def test_short_names_are_atari_games_and_others_are_passed_on():
+    """A script of one's own may call its games as it likes."""
+    runs = suite.list_runs(suite.Args((SUITE,), ("MsPacman", "breakout", "CartPole-v1"), (1,)))
+    assert [run.words[1] for run in runs] == ["MsPacmanNoFrameskip-v4", "breakout", "CartPole-v1"]
+
+
 def test_every_combination_is_a_run(tmp_path):
     scripts = ROOT / "pqn_abs.py", ROOT / "ppo_abs.py"
     flags = ("a=", "b=--gamma 0.9 --track")

@@ -58,7 +58,7 @@ class Args:
     scripts: tuple[Path, ...] = (Path("pqn_abs.py"),)  # each runs every game, seed and flag set
     games: tuple[str, ...] = ("atari10",)
     """atari10, atari57 (its Surround is ALE/Surround-v5, with sticky actions: there is no other), names like Breakout,
-    which means BreakoutNoFrameskip-v4, or full ids"""
+    which means BreakoutNoFrameskip-v4, or full ids; what begins in lower case is left as it is"""
     seeds: tuple[int, ...] = (1, 2, 3)  # one run each
     flags: tuple[str, ...] = ("default=",)  # NAME=FLAGS each: sets of further flags, handed to every script
     runs_dir: Path = Path("runs/suite")  # where the runs' folders are made and looked for
@@ -215,7 +215,7 @@ def list_runs(args: Args) -> list[Run]:
         except ValueError as error:
             fail(f"--flags {text!r}: {error}")
     games = [game for word in args.games for game in {"atari10": ATARI10, "atari57": ATARI57}.get(word, [word])]
-    games = [f"{game}NoFrameskip-v4" if re.fullmatch(r"\w+", game) else game for game in games]
+    games = [f"{game}NoFrameskip-v4" if re.fullmatch(r"[A-Z]\w*", game) else game for game in games]
 
     runs = []
     for seed, (flag, extra), script, game in product(args.seeds, flags, args.scripts, games):
