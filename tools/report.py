@@ -18,6 +18,7 @@ signals            rank correlation of BD with other signals over a run; a table
 """
 
 import csv
+import itertools
 import json
 import math
 import sys
@@ -212,16 +213,16 @@ def panels(number: int, height: float = 2.6) -> tuple[plt.Figure, list]:
     return figure, list(axes.flat[:number])
 
 
-def draw_curves(runs: list[Run], columns: dict[str, str], out: Path, name: str) -> None:
+def draw_curves(runs: list[Run], columns: dict[str, str], colours: dict, out: Path, name: str) -> None:
     """A panel a game, a colour a condition; a second column of numbers gets an axis of its own, and dashes."""
-    games, conditions = sorted({run.game for run in runs}), sorted({run.condition for run in runs})
+    games = sorted({run.game for run in runs})
     figure, axes = panels(len(games))
     rows = []
     for axis, game in zip(axes, games, strict=True):
         grid = np.linspace(0, max(run.columns[plot.STEP][-1] for run in runs if run.game == game), POINTS + 1)[1:]
         twin = axis.twinx() if len(columns) == 2 else None
         for (column, title), canvas in zip(columns.items(), (axis, twin), strict=False):
-            for condition, colour in zip(conditions, plot.COLOURS, strict=False):
+            for condition, colour in colours.items():
                 chosen = [run for run in runs if (run.condition, run.game) == (condition, game)]
                 if chosen:
                     mean, low, high = curve(chosen, column, grid)
@@ -381,12 +382,13 @@ def main(args: Args) -> None:
         fail(f"--out {args.out}: {error.strerror}")
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False})
-    draw_curves(runs, {RETURN: "Return"}, args.out, "learning_curves")
-    draw_curves(runs, {DIVERGENCE: "Behavioural Divergence"}, args.out, "divergence")
+    colours = dict(zip(sorted({run.condition for run in runs}), itertools.cycle(plot.COLOURS), strict=False))
+    draw_curves(runs, {RETURN: "Return"}, colours, args.out, "learning_curves")
+    draw_curves(runs, {DIVERGENCE: "Behavioural Divergence"}, colours, args.out, "divergence")
     adaptive = [run for run in runs if run.args["adapt_rollout"]]
     if adaptive:
         columns = {DIVERGENCE: "Behavioural Divergence", BATCH: "Batch size"}
-        draw_curves(adaptive, columns, args.out, "batch_size")
+        draw_curves(adaptive, columns, colours, args.out, "batch_size")
     show("Improvement of ABS over the fixed batch", draw_improvements(runs, args.normalise, args.out))
     show("Normalised scores", draw_aggregate(runs, args.normalise, args.out))
     show("What BD goes together with", signals(runs, args.out))
