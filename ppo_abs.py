@@ -25,7 +25,8 @@ divergence. A volatile policy gets short rollouts and small batches, a stable on
 The Behavioural Divergence of pqn_abs.py, the share of states in which the most likely action changed, is logged too.
 
 One GPU or a laptop:             python ppo_abs.py --env-id BreakoutNoFrameskip-v4
-A first impression on a laptop:  python ppo_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 300000
+A first impression on a laptop:  python ppo_abs.py --env-id BreakoutNoFrameskip-v4 --adapt-frequency 3 \
+                                     --total-timesteps 300000
 Several GPUs, L shared by all:   torchrun --nproc-per-node 4 ppo_abs.py --env-id BreakoutNoFrameskip-v4
 Plain PPO, L = 128 throughout:   python ppo_abs.py --no-adapt-rollout
 After Ctrl-C or a crash:         python ppo_abs.py --resume runs/.../checkpoint.pt
