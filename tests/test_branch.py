@@ -1,5 +1,6 @@
 """tools/branch.py: branches go on from their checkpoint with another batch and nothing else changed."""
 
+import itertools
 import json
 
 import numpy as np
@@ -22,7 +23,13 @@ class Args(pqn_abs.Args):
 
 def make_envs(args):
     return Noise(args.num_envs)
+
+
+{end}
 """
+GUARDED = 'if __name__ == "__main__":\n    raise SystemExit("this is for those who run it")'
+RUNS_WHEN_IMPORTED = "pqn_abs.make_envs, pqn_abs.QNetwork, pqn_abs.Args = make_envs, QNetwork, Args\n"
+RUNS_WHEN_IMPORTED += "pqn_abs.main(pqn_abs.parse_args())"  # as the README's example does
 OPTIONS = "--total-timesteps 6000 --adapt-frequency 1 --exploration-fraction 0.3 --precision float32".split()
 
 
@@ -40,15 +47,31 @@ def test_table_by_hand():
     ]
     high, low = branch.table(results, (16, 64))
     assert (high["BD"], high["seeds"], high["L = 16"], high["L = 64"]) == (0.5, 2, 2.0, 4.0)
-    assert high["spread"] == pytest.approx(2 / 3)
-    assert (high["low"], high["high"]) == pytest.approx((2 / 4, 2 / 2))  # both seeds the second, or the first
-    assert (low["BD"], low["seeds"], low["spread"]) == (0.2, 1, 0.0) and np.isnan(low["low"])
+    assert high["spread"] == high["by chance"] == pytest.approx(2 / 3)  # both seeds as they are, or both reversed
+    assert high["p"] == pytest.approx(0.5, abs=0.05)  # two of the four ways
+    assert (low["BD"], low["seeds"], low["spread"]) == (0.2, 1, 0.0) and np.isnan(low["p"])
 
 
-def test_branches_of_a_run(tmp_path):
+def test_chance_reaches_the_spread_of_noise_but_not_of_an_effect():
+    """Where L does nothing, p is uniform; where it does, p is small."""
+    rng, ps = np.random.default_rng(1), {0: [], 30: []}
+    for effect, _ in itertools.product(ps, range(40)):
+        scores = 100 + rng.normal(size=(4, 3)) * 10 + effect * np.arange(3)
+        results = [
+            {"level": 0.5, "seed": seed, "rollout_length": length, "score": scores[seed, i]}
+            for seed in range(4)
+            for i, length in enumerate((16, 32, 64))
+        ]
+        ps[effect].append(branch.table(results, (16, 32, 64))[0]["p"])
+    assert 0.35 < np.mean(ps[0]) < 0.65 and min(ps[0]) < 0.2 < 0.8 < max(ps[0])
+    assert np.mean(ps[30]) < 0.01
+
+
+@pytest.mark.parametrize("end", [GUARDED, RUNS_WHEN_IMPORTED])
+def test_branches_of_a_run(tmp_path, end):
     """Two levels, the second reached after five more measurements; two lengths, the same samples."""
     example = tmp_path / "example.py"
-    example.write_text(EXAMPLE.format(root=str(ROOT), tests=str(ROOT / "tests")))
+    example.write_text(EXAMPLE.format(root=str(ROOT), tests=str(ROOT / "tests"), end=end))
     words = ["--script", example, "--levels", 1.0, 0.99, "--lengths", 8, 32, "--seeds", 3, "--samples", 1000]
     process = start(ROOT / "tools" / "branch.py", *words, "--out", tmp_path / "out", "--", *OPTIONS)
     output, errors = process.communicate(timeout=240)
@@ -76,8 +99,8 @@ def test_branches_of_a_run(tmp_path):
     (base,) = (tmp_path / "out" / "bases").iterdir()
     divergences = column(base / "metrics.csv", "abs/behavioral_divergence")
     first, second = (int(results[i]["step"]) for i in (0, 2))
-    assert np.mean(divergences[:5]) == pytest.approx(float(results[0]["BD"]))
-    assert column(base / "metrics.csv", "global_step", int)[4] == first < second == load(base)["global_step"]
+    assert np.mean(divergences[1:6]) == pytest.approx(float(results[0]["BD"]))  # the untrained network's is left out
+    assert column(base / "metrics.csv", "global_step", int)[5] == first < second == load(base)["global_step"]
     assert json.loads((base / "config.json").read_text())["args"]["seed"] == 3
 
 
@@ -86,6 +109,12 @@ def test_branches_of_a_run(tmp_path):
     [
         (["--levels", "0.2", "0.5"], "--levels"),
         (["--levels", "0"], "--levels"),
+        (["--levels", "0.5", "0.5"], "--levels"),
+        (["--lengths", "16", "16"], "--lengths"),
+        (["--lengths", "1", "--", "--num-envs", "2"], "--num-minibatches"),
+        (["--seeds", "-2", "1"], "--seed"),
+        (["--script", str(ROOT / "gns_baseline.py")], "gns_baseline.py"),
+        (["--", "--seed", "5"], "--seed"),
         (["--lengths", "0"], "--lengths"),
         (["--seeds", "1", "1"], "--seeds"),
         (["--script", "nowhere.py"], "nowhere.py"),

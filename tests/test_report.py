@@ -1,6 +1,7 @@
 """tools/report.py: its numbers against ones worked out by hand, what it refuses, and a report of real runs."""
 
 import csv
+import itertools
 import json
 
 import numpy as np
@@ -89,6 +90,22 @@ def test_interquartile_mean_and_profile_by_hand(tmp_path):
         assert float(row["value"]) == pytest.approx((normal > float(row["at"])).mean())
 
 
+def test_baseline_is_resampled(tmp_path):
+    """A fixed batch's mean is as uncertain as the other: equal scores of ABS still leave an interval."""
+    fixed = [8.0, 10.0, 12.0]
+    for seed, score in enumerate(fixed):
+        make_run(tmp_path / "runs" / f"fixed{seed}", score, adapt_rollout=False, seed=seed)
+        make_run(tmp_path / "runs" / f"abs{seed}", 20.0, seed=seed)
+    report.main(report.Args((tmp_path / "runs",), tmp_path / "report", "fixed"))
+    means = sorted(np.mean(draw) for draw in itertools.product(fixed, repeat=3))
+    low, high = (100 * (20 / mean - 1) for mean in (means[-1], means[0]))  # each comes once in 27: beyond 2.5%
+    row = table(tmp_path / "report" / "improvement.csv")[0]
+    assert [float(row[name]) for name in ("improvement_percent", "low", "high")] == pytest.approx([100, low, high])
+    rows = [row for row in table(tmp_path / "report" / "aggregate.csv") if row["statistic"] == "IQM"]
+    adaptive = next(row for row in rows if "ABS" in row["condition"])
+    assert [float(adaptive[name]) for name in ("value", "low", "high")] == pytest.approx([2, 20 / 12, 20 / 8], rel=1e-5)
+
+
 def test_interval_resamples_within_groups():
     """Groups of equal scores have no spread of their own, however far apart they are."""
     groups = [np.full(5, 1.0), np.full(5, 100.0)]
@@ -135,6 +152,27 @@ def test_improvement_over_rollout_max_by_script(tmp_path):
     assert (tmp_path / "report" / "rollout_max.png").stat().st_size > 10_000
 
 
+def test_noise_scale_is_compared_with_the_fixed_batch_of_pqn(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / "runs" / f"gns{seed}", 30.0, "gns_baseline.py", seed=seed, micro_batches=8)
+        make_run(tmp_path / "runs" / f"fixed{seed}", 10.0, seed=seed, adapt_rollout=False, log_noise_scale=False)
+    report.main(report.Args((tmp_path / "runs",), tmp_path / "report"))
+    rows = table(tmp_path / "report" / "improvement.csv")
+    assert rows[0]["condition"] == "gns_baseline, noise scale to L = 64"
+    assert float(rows[0]["improvement_percent"]) == pytest.approx(100 * 20 / SPANS["Breakout"], rel=1e-5)
+
+
+def test_curves_end_with_the_run_and_negative_scores_count(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / "runs" / str(seed), -20.5, env_id="ALE/Pong-v5", seed=seed)
+    report.main(report.Args((tmp_path / "runs",), tmp_path / "report"))
+    assert float(table(tmp_path / "report" / "learning_curves.csv")[-1]["step"]) == 1000
+    make_run(tmp_path / "runs" / "3", -31.0, env_id="ALE/Pong-v5", seed=3)
+    report.main(report.Args((tmp_path / "runs",), tmp_path / "report"))
+    shares = [float(row["value"]) for row in table(tmp_path / "report" / "aggregate.csv")[1:]]
+    assert shares[0] == pytest.approx(2 / 3) and shares[-1] == 0 and shares == sorted(shares, reverse=True)
+
+
 def test_missing_seeds_are_named(tmp_path, capsys):
     compare(tmp_path / "runs", GAMES)
     for file in (tmp_path / "runs" / "ALEPong-v5False2").iterdir():
@@ -144,11 +182,30 @@ def test_missing_seeds_are_named(tmp_path, capsys):
     assert missing == ["missing: pqn_abs, fixed L, Pong: no seed 2"]
 
 
-def test_mixed_settings_are_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ({"learning_rate": 0.5}, ("--learning-rate is 0.001", "0.5")),
+        ({"env_id": "ALE/Breakout-v5"}, ("--env-id is BreakoutNoFrameskip-v4", "ALE/Breakout-v5")),
+        ({"total_timesteps": 900, "script": "ppo_abs.py"}, ("--total-timesteps is 1000", "900")),
+        ({"learning_rate": 0.5, "script": "gns_baseline.py"}, ("--learning-rate is 0.001", "0.5")),
+    ],
+)
+def test_mixed_settings_are_refused(tmp_path, capsys, other, says):
     compare(tmp_path / "runs", GAMES)
-    make_run(tmp_path / "runs" / "other", 1.0, seed=9, learning_rate=0.5)
+    make_run(tmp_path / "runs" / "other", 1.0, **{"seed": 9} | other)
     line = refused(capsys, tmp_path, tmp_path / "runs")
-    assert "--learning-rate" in line and "0.001" in line and "0.5" in line and "other" in line
+    assert "other" in line and all(part in line for part in says)
+
+
+def test_micro_batches_matter_where_they_set_the_batch(tmp_path, capsys):
+    for seed in (1, 2):
+        make_run(tmp_path / "runs" / f"pqn{seed}", 10.0, seed=seed, micro_batches=8 * seed, log_noise_scale=True)
+    report.main(report.Args((tmp_path / "runs",), tmp_path / "first"))
+    capsys.readouterr()
+    for seed in (1, 2):
+        make_run(tmp_path / "runs" / f"gns{seed}", 10.0, "gns_baseline.py", seed=seed, micro_batches=8 * seed)
+    assert "--micro-batches" in refused(capsys, tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +228,10 @@ def test_runs_that_cannot_be_compared(tmp_path, capsys, run, says):
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "holds no run" in refused(capsys, tmp_path, tmp_path / "nowhere")
     assert "name at least one" in refused(capsys, tmp_path)
+    other = make_run(tmp_path / "other" / "a", 10.0)
+    assert "nowhere holds no run" in refused(capsys, tmp_path, other, tmp_path / "nowhere")
+    (other / "config.json").write_text((other / "config.json").read_text().replace("rollout_max", "longest"))
+    assert "rollout_max" in refused(capsys, tmp_path, other)
     run = make_run(tmp_path / "runs" / "a", 10.0)
     (run / "metrics.csv").write_text("")
     assert "no data" in refused(capsys, tmp_path, run)

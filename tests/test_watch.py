@@ -285,7 +285,7 @@ def test_a_real_run_from_the_command_line(tmp_path):
     assert process.returncode == 0, errors
     (folder,) = tmp_path.iterdir()
     options = ["--episodes", 2, "--max-steps", 30, "--video", folder / "game.gif"]
-    process = start(ROOT / "tools" / "watch.py", folder / "checkpoint.pt", *options)
+    process = start(ROOT / "tools" / "watch.py", folder, *options)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert f"ppo_abs.py on BreakoutNoFrameskip-v4 after {load(folder)['global_step']} steps of training\n" in output
@@ -337,8 +337,8 @@ def test_bad_options_are_refused(tmp_path, capsys, monkeypatch, options, says):
         ({"script": ["ppo_abs.py"]}, "is from"),
         ({"args": {"env_id": "ALE/Pong-v5"}}, "other options"),
         ({"args": None}, "no run's checkpoint.pt"),
-        ({"env_id": "ALE/Pung-v5"}, "ALE/Pung-v5 is unknown"),
-        ({"env_id": "CartPole-v1"}, "no Atari game"),
+        ({"env_id": "breakout"}, "breakout, but watch.py knows only Atari"),
+        ({"env_id": "CartPole-v1"}, "only Atari"),
         ({"network": {}}, "its network is not that of ppo_abs.py"),
         ({"network": None}, "its network is not that of ppo_abs.py"),
     ],
@@ -360,5 +360,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     torch.save(torch.zeros(3), tensor)
     capsys.readouterr()
     assert "no such file" in refuses(watch.Args(tmp_path / "nowhere.pt"), capsys)
-    for bad in (tmp_path, torn, foreign, tensor):
+    (tmp_path / "folder").mkdir()
+    assert "no such file" in refuses(watch.Args(tmp_path / "folder"), capsys)
+    for bad in (torn, foreign, tensor):
         assert "no run's checkpoint.pt" in refuses(watch.Args(bad), capsys)

@@ -1,28 +1,30 @@
 """Does the batch size matter less where BD is lower? A run goes on, from where its BD has fallen to, with several L.
 
-python tools/branch.py --levels 0.5 0.2 --lengths 16 32 64 --samples 200000 -- --env-id BreakoutNoFrameskip-v4
-python tools/branch.py --script examples/minatar_abs.py --samples 100000 -- --env-id breakout
+    python tools/branch.py --levels 0.5 0.3 --lengths 16 32 64 --samples 200000 -- --env-id BreakoutNoFrameskip-v4
+    python tools/branch.py --script examples/minatar_abs.py --samples 100000 -- --env-id breakout
 
 Arguments after -- are the script's: pqn_abs.py, or one that replaces its environments and network, as the example does.
-For each seed a run is trained until the mean of its last five BDs has fallen to the highest level, then to the next,
-and so on; each time its checkpoint is kept. From each checkpoint it goes on with each fixed rollout length, for the
-same number of environment steps and with the same ε: batch sizes differ, samples do not. The score of a branch is the
-mean return of the episodes that end in its second half. How much L matters at a level is told by the spread: the
-largest mean score over L less the smallest, relative to their mean. --out gets the runs, branches.csv and branches.png.
+For each seed a run is trained until the mean of its last five BDs (the untrained network's, often near 0, left out) has
+fallen to the highest level, then to the next, and so on; each time its checkpoint is kept. From each checkpoint it goes
+on with each fixed rollout length, for the same number of environment steps and with the same ε: batch sizes differ,
+samples do not. The score of a branch is the mean return of the episodes that end in its second half.
+
+How much L matters at a level is told by the spread: the largest mean score over L less the smallest, relative to their
+mean. Noise alone makes some of it. How much is told by giving each seed's scores to its branches at random: of 2,000
+such spreads, 95% are below "by chance", and p is the share of those that are at least as large as the real one. Levels
+can be compared where their spreads stand out from chance. --out gets the runs, branches.csv and branches.png.
 """
 
 import csv
 import importlib.util
 import itertools
 import math
-import os
 import shutil
 import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib
 
@@ -40,7 +42,7 @@ from tools import plot
 @dataclass
 class Args:
     script: Path = Path("pqn_abs.py")  # the script, or an example that replaces pqn_abs.py's parts
-    levels: tuple[float, ...] = (0.5, 0.2)  # BD, from high to low
+    levels: tuple[float, ...] = (0.5, 0.3)  # BD, from high to low
     lengths: tuple[int, ...] = (16, 32, 64)  # fixed rollout lengths L of the branches
     seeds: tuple[int, ...] = (1, 2, 3)
     samples: int = 200_000  # environment steps of each branch
@@ -52,31 +54,37 @@ def fail(message: str):
     raise SystemExit(2)
 
 
-def load(path: Path) -> ModuleType:
-    """pqn_abs with the parts that the script at path replaces."""
+def replace_parts(path: Path, words: list[str]) -> None:
+    """Have the script at path replace parts of pqn_abs, as it does when it is run, without running anything."""
+    main, pqn_abs.main, sys.argv = pqn_abs.main, lambda args: None, [str(path), *words]
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         script = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = script  # where dataclasses look for it
         spec.loader.exec_module(script)
-        for name in ("Args", "QNetwork", "make_envs"):
-            setattr(pqn_abs, name, getattr(script, name))
     except (OSError, ImportError, AttributeError) as error:
         fail(f"--script {path}: {error}")
-    return pqn_abs
+    pqn_abs.main = main
+    for name in ("Args", "QNetwork", "make_envs"):
+        setattr(pqn_abs, name, getattr(script, name, getattr(pqn_abs, name)))
+    if hasattr(script, "main") or script.__dict__.get("pqn_abs") is not pqn_abs:
+        fail(f"--script {path}: it must be pqn_abs.py, or a script that imports it and replaces its parts")
 
 
 def train_to(level: float, words: list[str]) -> tuple[Path, float | None]:
     """Train until the mean of the last five BDs is at most level: the run's folder, and that mean if it ever is."""
     recent, reached, write = deque(maxlen=5), [], pqn_abs.Table.write
+    untrained = "--resume" not in words
 
     def watch(table, row):
         write(table, row)
+        nonlocal untrained
         if row.get(plot.DIVERGENCE) is not None and not reached:
-            recent.append(row[plot.DIVERGENCE])
+            recent.extend([] if untrained else [row[plot.DIVERGENCE]])
+            untrained = False
             if len(recent) == 5 and np.mean(recent) <= level:
                 reached.append(float(np.mean(recent)))
-                os.kill(os.getpid(), signal.SIGINT)  # the script finishes the iteration, saves and returns
+                signal.raise_signal(signal.SIGINT)  # the script finishes the iteration, saves and returns
 
     pqn_abs.Table.write = watch
     folder = pqn_abs.main(pqn_abs.parse_args(words))
@@ -112,21 +120,22 @@ def branch(checkpoint: Path, folder: Path, length: int, samples: int) -> float:
 
 def spread(means: list[float]) -> float:
     """The largest less the smallest, relative to the mean."""
-    return (max(means) - min(means)) / abs(np.mean(means))
+    return float((max(means) - min(means)) / max(abs(np.mean(means)), 1e-9))
 
 
 def table(rows: list[dict], lengths: tuple[int, ...]) -> list[dict]:
-    """By level: how many seeds reached it, the mean score of each L, and their spread with its interval over seeds."""
+    """By level: how many seeds reached it, the mean score of each L, their spread, and what chance makes of it."""
     lines, rng = [], np.random.default_rng(0)
     for level in sorted({row["level"] for row in rows}, reverse=True):
         seeds = sorted({row["seed"] for row in rows if row["level"] == level})
         by_seed = {(row["seed"], row["rollout_length"]): row["score"] for row in rows if row["level"] == level}
         scores = np.array([[by_seed[seed, length] for length in lengths] for seed in seeds])
-        draws = [spread(scores[rng.integers(len(seeds), size=len(seeds))].mean(axis=0)) for _ in range(2000)]
-        low, high = np.quantile(draws, (0.025, 0.975)) if len(seeds) > 1 else (math.nan, math.nan)
+        real = spread(scores.mean(axis=0))
+        draws = np.array([spread(rng.permuted(scores, axis=1).mean(axis=0)) for _ in range(2000)])
+        p = np.mean(draws >= real * (1 - 1e-9)) if len(seeds) > 1 else math.nan  # all orders of one seed are alike
         line = {"BD": level, "seeds": len(seeds)}
         line |= {f"L = {length}": float(mean) for length, mean in zip(lengths, scores.mean(axis=0), strict=True)}
-        lines.append(line | {"spread": spread(scores.mean(axis=0)), "low": float(low), "high": float(high)})
+        lines.append(line | {"spread": real, "by chance": float(np.quantile(draws, 0.95)), "p": float(p)})
     return lines
 
 
@@ -148,14 +157,23 @@ def draw(rows: list[dict], lines: list[dict], lengths: tuple[int, ...], path: Pa
 
 
 def main(args: Args, words: list[str]) -> None:
-    if not all(0 < level <= 1 for level in args.levels) or list(args.levels) != sorted(args.levels, reverse=True):
+    if not args.levels or not 1 >= args.levels[0] > 0 or args.levels[-1] <= 0:
         fail("--levels: numbers above 0 and up to 1, from high to low")
-    if min((*args.lengths, args.samples)) < 1 or len(set(args.seeds)) < len(args.seeds) or not args.seeds:
-        fail("--lengths and --samples must be at least 1, and --seeds differ")
+    for name in ("levels", "lengths", "seeds"):
+        values = getattr(args, name)
+        if not values or list(values) != sorted(set(values), reverse=name == "levels"):
+            fail(f"--{name}: at least one, in {'falling' if name == 'levels' else 'rising'} order, each once")
+    if min(args.samples, *args.lengths) < 1:
+        fail("--lengths and --samples must be at least 1")
+    if taken := {word.partition("=")[0].replace("_", "-") for word in words} & {"--seed", "--runs-dir", "--resume"}:
+        fail(f"{taken.pop()} is for branch.py to set: leave it out")
     if args.out.exists():
         fail(f"--out {args.out} is there already; take another folder, or move it away")
-    script = load(args.script)
-    script.check_args(script.parse_args(words))
+    if args.script.resolve() != Path(pqn_abs.__file__).resolve():
+        replace_parts(args.script, words)
+    for seed, length in itertools.product(args.seeds, (None, *args.lengths)):
+        fixed = ["--no-adapt-rollout", "--num-steps", str(length)] if length is not None else []
+        pqn_abs.check_args(pqn_abs.parse_args([*words, "--seed", str(seed), *fixed]))
     rows = []
     for seed in args.seeds:
         base = ["--seed", str(seed), "--runs-dir", str(args.out / "bases"), *words]
@@ -172,12 +190,12 @@ def main(args: Args, words: list[str]) -> None:
                 step = torch.load(kept, weights_only=True)["global_step"]
                 row = {"level": level, "seed": seed, "BD": reached, "step": step, "rollout_length": length}
                 rows.append(row | {"score": score})
+                with open(args.out / "branches.csv", "w", newline="") as file:  # whatever happens later
+                    writer = csv.DictWriter(file, rows[0])
+                    writer.writeheader()
+                    writer.writerows(rows)
     if not rows:
         fail("no run's BD fell to any of the levels")
-    with open(args.out / "branches.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
     lines = table(rows, args.lengths)
     draw(rows, lines, args.lengths, args.out / "branches.png")
     print("| " + " | ".join(lines[0]) + " |\n" + "|---" * len(lines[0]) + "|")

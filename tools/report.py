@@ -1,20 +1,22 @@
 """Compare finished runs: the paper's figures, aggregate scores with intervals, and what BD goes together with.
 
-python tools/report.py runs/suite --out report                        games with human and random scores
-python tools/report.py results/minatar_pilot --normalise fixed        games without: relative to the fixed batch's score
+    python tools/report.py runs/suite --out report                   games with human and random scores
+    python tools/report.py results/minatar_pilot --normalise fixed   others: relative to the fixed batch's score
 
-Folders are searched for runs. Runs with --no-adapt-rollout are the fixed batch that the others are compared with; they
-must be equal in all other settings, and finished. A run's score is its charts/episodic_return (the mean of the last 100
-episodes), averaged over the last tenth of its rows. Intervals are 95% bootstrap intervals over seeds, within each game
-(stratified). Every figure, a .png in the folder --out, has its numbers beside it in a .csv of the same name:
+Folders are searched for runs. Runs with --no-adapt-rollout are the fixed batch that the others are compared with (for
+gns_baseline.py, those of pqn_abs.py too); they must be equal in all other settings, and finished. A run's score is its
+charts/episodic_return (the mean of the last 100 episodes), averaged over the last tenth of its rows. Intervals are 95%
+bootstrap intervals over seeds, within each game (stratified); with few seeds they are too narrow, and hold the mean of
+normal scores in 73% (3 seeds), 83% (5) or 90% (10) of cases. Every figure, a .png in the folder --out, has its numbers
+beside it in a .csv:
 
-learning_curves    return over steps
-divergence         BD over steps                                                          (the paper's figure 1)
-batch_size         BD and batch size over steps                                           (2)
-improvement        of ABS over the fixed batch, by game                                   (3)
-rollout_max        mean improvement over L_max, by script; where several L_max were run   (4)
-aggregate          interquartile mean and performance profile of normalised scores
-signals            rank correlation of BD with other signals over a run; a table only
+    learning_curves   return over steps
+    divergence        BD over steps                                              (the paper's figure 1)
+    batch_size        BD and batch size over steps                               (2)
+    improvement       of ABS over the fixed batch, by game                       (3)
+    rollout_max       mean improvement over L_max, where several were run        (4)
+    aggregate         interquartile mean and performance profile of normalised scores
+    signals           rank correlation of BD with other signals over a run; a table only
 """
 
 import csv
@@ -41,7 +43,7 @@ from tools import plot, scores
 RETURN, DIVERGENCE, BATCH = "charts/episodic_return", "abs/behavioral_divergence", "abs/batch_size"
 SIGNALS = "abs/policy_entropy losses/entropy abs/value_variance gns/noise_scale_raw abs/kl_divergence".split()
 # What may differ between runs that are compared: what tells them apart, and what does not change the numbers.
-MAY_DIFFER = """seed env_id adapt_rollout rollout_max log_noise_scale micro_batches device env_groups compile runs_dir
+MAY_DIFFER = """seed env_id adapt_rollout rollout_max log_noise_scale device env_groups compile runs_dir
     checkpoint_every resume track wandb_project_name wandb_entity wandb_group"""
 RESAMPLES, POINTS = 2000, 200  # of the bootstrap, and of a curve
 
@@ -66,7 +68,7 @@ class Run:
     @property
     def condition(self) -> tuple[str, int]:
         """Script and L_max, or 0 with a fixed rollout."""
-        return self.script, self.args["rollout_max"] if self.args["adapt_rollout"] else 0
+        return (self.script, self.args["rollout_max"]) if self.args["adapt_rollout"] else fixed(self.script)
 
     @property
     def score(self) -> float:
@@ -74,8 +76,14 @@ class Run:
         return float(np.nanmean(tenth)) if np.isfinite(tenth).any() else math.nan
 
 
-def fail(message: str):
-    print(f"report.py: {message}", file=sys.stderr)
+def fixed(script: str) -> tuple[str, int]:
+    """The condition that a script's others are compared with. With a fixed rollout gns_baseline.py is pqn_abs.py."""
+    return "pqn_abs" if script == "gns_baseline" else script, 0
+
+
+def fail(*messages: str):
+    for message in messages:
+        print(f"report.py: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -86,6 +94,9 @@ def read(folder: Path) -> Run:
     _, columns = plot.read_run(folder)
     config = json.loads((folder / "config.json").read_text())
     args, script = config["args"], Path(config["script"]).stem
+    for name in ("adapt_rollout", "rollout_max", "total_timesteps"):
+        if name not in args:
+            raise ValueError(f"{folder}/config.json has no {name}: it is from another version or script")
     run = Run(folder, script, scores.game_name(args["env_id"]), args["seed"], args, {})
     run.columns = {name: np.array(column) for name, column in columns.items()}
     step = int(run.columns[plot.STEP][-1])
@@ -101,9 +112,15 @@ def check(runs: list[Run], normalise: str) -> None:
     first, seen = {}, {}
     for run in runs:
         for name, value in run.args.items():
-            other, folder = first.setdefault((run.script, name), (value, run.folder))
-            if value != other and name not in MAY_DIFFER.split():
+            # scripts may have settings of their own, but samples are what all have to have the same of
+            key = "total_timesteps" if name == "total_timesteps" else (fixed(run.script), name)
+            only_logs = name == "micro_batches" and "log_noise_scale" in run.args
+            other, folder = first.setdefault(key, (value, run.folder))
+            if value != other and not only_logs and name not in MAY_DIFFER.split():
                 raise ValueError(f"--{name.replace('_', '-')} is {other} in {folder}, but {value} in {run.folder}")
+        other, folder = first.setdefault(run.game, (run.args["env_id"], run.folder))
+        if run.args["env_id"] != other:
+            raise ValueError(f"--env-id is {other} in {folder}, but {run.args['env_id']} in {run.folder}")
     for run in runs:
         key = run.condition, run.game, run.seed
         if key in seen:
@@ -114,8 +131,8 @@ def check(runs: list[Run], normalise: str) -> None:
         raise ValueError(f"no human score is known of {', '.join(sorted(unknown))}; use --normalise fixed")
     if normalise == "fixed":
         for script, game in sorted({(run.script, run.game) for run in runs}):
-            fixed = [run.score for run in runs if run.condition == (script, 0) and run.game == game]
-            if not fixed or np.mean(fixed) == 0:
+            baseline = scores_by_game(runs, fixed(script)).get(game)
+            if baseline is None or baseline.mean() == 0:
                 raise ValueError(f"--normalise fixed: {script} on {game} has no fixed-batch score other than 0")
 
 
@@ -132,7 +149,8 @@ def missing(runs: list[Run]) -> list[str]:
 
 def label(condition: tuple[str, int]) -> str:
     script, rollout_max = condition
-    return f"{script}, ABS to L = {rollout_max}" if rollout_max else f"{script}, fixed L"
+    signal = "noise scale" if script == "gns_baseline" else "ABS"
+    return f"{script}, {signal} to L = {rollout_max}" if rollout_max else f"{script}, fixed L"
 
 
 # --- Statistics ---
@@ -144,7 +162,7 @@ def interval(groups: list[np.ndarray], statistic) -> tuple[float, float]:
         return math.nan, math.nan
     rng = np.random.default_rng(0)
     draws = [statistic([rng.choice(group, len(group)) for group in groups]) for _ in range(RESAMPLES)]
-    return tuple(np.quantile(draws, (0.025, 0.975)))
+    return tuple(np.quantile(draws, (0.025, 0.975), axis=0))
 
 
 def interquartile_mean(groups: list[np.ndarray]) -> float:
@@ -166,22 +184,24 @@ def curve(runs: list[Run], column: str, grid: np.ndarray) -> tuple[np.ndarray, n
     return curves.mean(axis=0), *np.quantile(means, (0.025, 0.975), axis=0)
 
 
-def scale(game: str, script: str, runs: list[Run], normalise: str) -> tuple[float, float]:
-    """What is 0 and what is 1 on the normalised scale: random and human, or 0 and the fixed batch's mean score."""
-    if normalise == "human":
-        return scores.reference_scores()[game]
-    return 0.0, float(np.mean([run.score for run in runs if run.condition == (script, 0) and run.game == game]))
-
-
-def normalised(runs: list[Run], condition: tuple[str, int], normalise: str) -> dict[str, np.ndarray]:
-    """The normalised scores of a condition's runs, by game."""
+def scores_by_game(runs: list[Run], condition: tuple[str, int]) -> dict[str, np.ndarray]:
     groups = defaultdict(list)
     for run in runs:
         if run.condition == condition:
-            zero, one = scale(run.game, run.script, runs, normalise)
-            # a fixed batch with a negative score would turn better into worse
-            groups[run.game].append((run.score - zero) / abs(one - zero))
+            groups[run.game].append(run.score)
     return {game: np.array(group) for game, group in sorted(groups.items())}
+
+
+def normalised(games: list[str], groups: list[np.ndarray], baselines: list[np.ndarray], normalise: str) -> list:
+    """The games' scores on a scale from random (0) to human (1), or relative to the mean of the fixed batch's.
+
+    The latter is a part of the statistic: its noise belongs into the interval, so that it is resampled as well.
+    """
+    if normalise == "human":
+        ends = [scores.reference_scores()[game] for game in games]
+        return [(group - random) / (human - random) for group, (random, human) in zip(groups, ends, strict=True)]
+    # a fixed batch with a negative score would turn better into worse
+    return [group / abs(baseline.mean()) for group, baseline in zip(groups, baselines, strict=True)]
 
 
 # --- Figures ---
@@ -217,9 +237,9 @@ def draw_curves(runs: list[Run], columns: dict[str, str], colours: dict, out: Pa
     """A panel a game, a colour a condition; a second column of numbers gets an axis of its own, and dashes."""
     games = sorted({run.game for run in runs})
     figure, axes = panels(len(games))
-    rows = []
+    grid = np.linspace(0, runs[0].args["total_timesteps"], POINTS + 1)[1:]
+    rows, handles = [], {}
     for axis, game in zip(axes, games, strict=True):
-        grid = np.linspace(0, max(run.columns[plot.STEP][-1] for run in runs if run.game == game), POINTS + 1)[1:]
         twin = axis.twinx() if len(columns) == 2 else None
         for (column, title), canvas in zip(columns.items(), (axis, twin), strict=False):
             for condition, colour in colours.items():
@@ -233,6 +253,7 @@ def draw_curves(runs: list[Run], columns: dict[str, str], colours: dict, out: Pa
                     points = zip(grid.tolist(), mean.tolist(), low.tolist(), high.tolist(), strict=True)
                     rows += [about | dict(zip(("step", "mean", "low", "high"), point, strict=True)) for point in points]
             canvas.set_ylabel(title + (", dashed" if canvas is twin else ""))
+        handles |= {line.get_label(): line for line in axis.get_lines()}
         axis.set_title(game)
         axis.set_xlabel("Environment steps")
         axis.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
@@ -240,21 +261,25 @@ def draw_curves(runs: list[Run], columns: dict[str, str], colours: dict, out: Pa
             axis.set_ylim(-0.03, 1.03)
         if twin:
             twin.set_ylim(bottom=0)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    figure.legend(handles=[*handles.values()], loc="outside upper center", ncols=2, frameon=False)
     save(figure, out, name, rows)
 
 
 def improvements(runs: list[Run], condition: tuple[str, int], normalise: str) -> tuple[list[dict], dict | None]:
     """By game and on average, in percent: the normalised score of a condition less that of the fixed batch."""
-    adaptive, fixed = (normalised(runs, c, normalise) for c in (condition, (condition[0], 0)))
-    games, rows = sorted(adaptive.keys() & fixed.keys()), []
-
-    def mean_difference(groups):  # the games' adaptive scores, then their fixed ones
-        half = len(groups) // 2
-        return 100 * np.mean([a.mean() - f.mean() for a, f in zip(groups[:half], groups[half:], strict=True)])
+    adaptive, baseline = scores_by_game(runs, condition), scores_by_game(runs, fixed(condition[0]))
+    games, rows = sorted(adaptive.keys() & baseline.keys()), []
 
     for name, chosen in [(game, [game]) for game in games] + [("mean", games)] * bool(games):
-        groups = [scores[game] for scores in (adaptive, fixed) for game in chosen]
+
+        def mean_difference(groups, chosen=chosen):  # the games' adaptive scores, then their fixed ones
+            half = len(chosen)
+            ours, theirs = (
+                normalised(chosen, part, groups[half:], normalise) for part in (groups[:half], groups[half:])
+            )
+            return 100 * np.mean([a.mean() - f.mean() for a, f in zip(ours, theirs, strict=True)])
+
+        groups = [by_game[game] for by_game in (adaptive, baseline) for game in chosen]
         low, high = interval(groups, mean_difference)
         row = {"condition": label(condition), "game": name, "improvement_percent": mean_difference(groups)}
         rows.append(row | {"low": low, "high": high, "runs": sum(map(len, groups))})
@@ -268,7 +293,7 @@ def draw_improvements(runs: list[Run], normalise: str, out: Path) -> list[dict]:
     if not results:
         return []
     figure, axes = panels(len(results), height=1.2 + 0.3 * max(len(rows) for rows, _ in results.values()))
-    unit = "% of the human's score" if normalise == "human" else "% of the fixed batch's score"
+    unit = "% of human less random" if normalise == "human" else "% of the fixed batch's score"
     for axis, (condition, (rows, mean)) in zip(axes, results.items(), strict=True):
         rows = [*sorted(rows, key=lambda row: row["improvement_percent"]), mean]
         for place, row in enumerate(rows):
@@ -298,36 +323,47 @@ def draw_improvements(runs: list[Run], normalise: str, out: Path) -> list[dict]:
     return table
 
 
-def draw_aggregate(runs: list[Run], normalise: str, out: Path) -> list[dict]:
-    conditions, rows, table = sorted({run.condition for run in runs}), [], []
+def draw_aggregate(runs: list[Run], normalise: str, colours: dict, out: Path) -> list[dict]:
+    rows, table, everything = [], [], {}
     figure, (left, right) = panels(2)
-    everything = [normalised(runs, condition, normalise) for condition in conditions]
-    thresholds = np.linspace(0, max(group.max() for groups in everything for group in groups.values()) * 1.02, 100)
-    for place, (condition, by_game, colour) in enumerate(zip(conditions, everything, plot.COLOURS, strict=False)):
+    for condition in colours:
+        by_game, baseline = scores_by_game(runs, condition), scores_by_game(runs, fixed(condition[0]))
         groups = list(by_game.values())
-        value, (low, high) = interquartile_mean(groups), interval(groups, interquartile_mean)
+        if normalise == "fixed" and condition[1]:  # what is resampled, see normalised()
+            groups += [baseline[game] for game in by_game]
+        everything[condition] = list(by_game), groups
+
+    def on_scale(games, groups):
+        return normalised(games, groups[: len(games)], groups[-len(games) :], normalise)
+
+    every_score = np.concatenate([score for games, groups in everything.values() for score in on_scale(games, groups)])
+    low, high = min(0, every_score.min()), every_score.max()
+    thresholds = np.linspace(low, high + 0.02 * (high - low), 100)
+    for place, (condition, (games, groups)) in enumerate(everything.items()):
+        colour, number = colours[condition], sum(map(len, groups[: len(games)]))
+
+        def middle(groups, games=games):
+            return interquartile_mean(on_scale(games, groups))
+
+        def profile(groups, games=games):  # a game counts the same whatever its number of seeds
+            return np.mean([(group[:, None] > thresholds).mean(axis=0) for group in on_scale(games, groups)], axis=0)
+
+        value, (low, high) = middle(groups), interval(groups, middle)
         left.plot([low, high], [place, place], color=colour, linewidth=8, alpha=0.4, solid_capstyle="butt")
         left.plot(value, place, "o", color=colour)
         table.append({"condition": label(condition), "statistic": "IQM", "at": "", "value": value})
-        table[-1] |= {"low": low, "high": high, "runs": sum(map(len, groups))}
-
-        def profile(groups):  # a game counts the same whatever its number of seeds
-            return np.mean([(group[:, None] > thresholds).mean(axis=0) for group in groups], axis=0)
-
-        rng = np.random.default_rng(0)
-        draws = [profile([rng.choice(group, len(group)) for group in groups]) for _ in range(RESAMPLES)]
-        share, (lows, highs) = profile(groups), np.quantile(draws, (0.025, 0.975), axis=0)
-        if min(map(len, groups)) < 2:
-            lows, highs = np.full((2, len(thresholds)), np.nan)
+        table[-1] |= {"low": low, "high": high, "runs": number}
+        share = profile(groups)
+        lows, highs = (np.broadcast_to(end, share.shape) for end in interval(groups, profile))
         right.plot(thresholds, share, color=colour, label=label(condition))
         right.fill_between(thresholds, lows, highs, color=colour, alpha=0.2, linewidth=0)
         points = zip(thresholds.tolist(), share.tolist(), lows.tolist(), highs.tolist(), strict=True)
         names = "at", "value", "low", "high"
         about = {"condition": label(condition), "statistic": "share of runs above"}
-        rows += [about | dict(zip(names, point, strict=True)) | {"runs": sum(map(len, groups))} for point in points]
+        rows += [about | dict(zip(names, point, strict=True)) | {"runs": number} for point in points]
     unit = "human-normalised" if normalise == "human" else "relative to the fixed batch"
-    left.set_yticks(range(len(conditions)), map(label, conditions))
-    left.set_ylim(-0.7, len(conditions) - 0.3)
+    left.set_yticks(range(len(colours)), map(label, colours))
+    left.set_ylim(-0.7, len(colours) - 0.3)
     left.set_xlabel(f"Interquartile mean,\n{unit}")
     right.set_xlabel(f"Score, {unit}")
     right.set_ylabel("Share of runs above")
@@ -367,11 +403,18 @@ def show(title: str, rows: list[dict]) -> None:
 
 
 def main(args: Args) -> None:
-    folders = sorted({path.parent for folder in args.runs for path in Path(folder).rglob("config.json")})
-    if not folders:
-        fail("name at least one folder that holds runs" if not args.runs else f"{args.runs[0]} holds no run")
+    if not args.runs:
+        fail("name at least one folder that holds runs")
+    found = {folder: [path.parent for path in folder.rglob("config.json")] for folder in args.runs}
+    runs, problems = [], [f"{folder} holds no run" for folder in found if not found[folder]]
+    for folder in sorted(set(itertools.chain(*found.values()))):
+        try:
+            runs.append(read(folder))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        fail(*problems)
     try:
-        runs = [read(folder) for folder in folders]
         check(runs, args.normalise)
     except ValueError as error:
         fail(str(error))
@@ -390,7 +433,7 @@ def main(args: Args) -> None:
         columns = {DIVERGENCE: "Behavioural Divergence", BATCH: "Batch size"}
         draw_curves(adaptive, columns, colours, args.out, "batch_size")
     show("Improvement of ABS over the fixed batch", draw_improvements(runs, args.normalise, args.out))
-    show("Normalised scores", draw_aggregate(runs, args.normalise, args.out))
+    show("Normalised scores", draw_aggregate(runs, args.normalise, colours, args.out))
     show("What BD goes together with", signals(runs, args.out))
     for line in missing(runs):
         print(f"missing: {line}")

@@ -1,10 +1,10 @@
 """The ruler: how fast pqn_abs.py trains, against the bare emulator and against other people's scripts.
 
-python tools/speed.py                                                        all, at the paper's settings: half an hour
-python tools/speed.py --steps 16384:32768 --repeats 1 --skip-sweep --skip-breakdown           a first impression
-python tools/speed.py --modes "auto=" "one group=--env-groups 1" "compiled=--compile" --steps 131072:1179648     a GPU
-python tools/speed.py --peer "CleanRL=python pqn_atari_envpool.py
-    --num-envs 128 --num-steps 32 --num-minibatches 4 --update-epochs 2 --total-timesteps {steps}"
+    python tools/speed.py                                 all, at the paper's settings: half an hour
+    python tools/speed.py --steps 16384:32768 --repeats 1 --skip-sweep --skip-breakdown           a first impression
+    python tools/speed.py --modes "auto=" "one group=--env-groups 1" "compiled=--compile" --steps 131072:1179648   a GPU
+    python tools/speed.py --peer "CleanRL=python pqn_atari_envpool.py
+        --num-envs 128 --num-steps 32 --num-minibatches 4 --update-epochs 2 --total-timesteps {steps}"
 
 Every script, this one and the peers, runs as its user would run it, once for few steps and once for many. Its speed is
 the extra steps over the extra seconds, so that imports, compilation and saving are left out. Repeats are interleaved,

@@ -1,8 +1,8 @@
 """Play with a trained agent: its score over a number of episodes, and a video of one of them.
 
-python tools/watch.py runs/.../checkpoint.pt                                  30 episodes of the most likely actions
-python tools/watch.py runs/.../checkpoint.pt --epsilon 0.01 --sticky          with noise that was not there in training
-python tools/watch.py runs/.../checkpoint.pt --episodes 1 --video game.mp4    one episode, to look at
+    python tools/watch.py runs/<run>                                30 episodes of the most likely actions
+    python tools/watch.py runs/<run> --epsilon 0.01 --sticky        with noise that was not there in training
+    python tools/watch.py runs/<run> --episodes 1 --video game.mp4  one episode, to look at
 
 Network, environments and precision are those of the script that wrote the checkpoint; where the run had
 --episodic-life, FIRE is pressed after a lost life, as in training. Scores are of whole games and not clipped. How many
@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest.mock import patch
 
+import ale_py
 import gymnasium
 import imageio.v2 as imageio
 import numpy as np
@@ -45,7 +46,7 @@ PAPER, INK, GREY, CHOSEN = "#ffffff", "#222222", "#b0b0b0", "#d1495b"
 
 @dataclass
 class Args:
-    checkpoint: tyro.conf.Positional[Path]  # a run's checkpoint.pt
+    checkpoint: tyro.conf.Positional[Path]  # a run's checkpoint.pt, or its folder
     episodes: int = 30  # whole games
     num_envs: int = 10  # environments that play them in parallel
     epsilon: float = 0.0  # share of random actions
@@ -94,6 +95,7 @@ def check(args: Args) -> None:
 
 def read_checkpoint(path: Path) -> tuple[ModuleType, dict]:
     """The script that wrote it, imported, and the checkpoint. Says what load_checkpoint would say of --resume."""
+    path = path / "checkpoint.pt" if path.is_dir() else path
     try:
         with warnings.catch_warnings(action="ignore"):  # a foreign file gets our one line, not torch's as well
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -107,6 +109,10 @@ def read_checkpoint(path: Path) -> tuple[ModuleType, dict]:
     script = importlib.import_module(name.removesuffix(".py"))
     if flags != asdict(script.Args()).keys():
         fail(f"{path}: this checkpoint is from a version of {name} that has other options")
+    gymnasium.register_envs(ale_py)
+    game = gymnasium.registry.get(checkpoint["args"]["env_id"])
+    if game is None or game.entry_point != "ale_py.env:AtariEnv":
+        fail(f"{path}: the run's environment is {checkpoint['args']['env_id']}, but watch.py knows only Atari games")
     return script, checkpoint
 
 
@@ -277,4 +283,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        print("watch.py: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
