@@ -83,7 +83,7 @@ def test_interquartile_mean_and_profile_by_hand(tmp_path):
     rows = table(tmp_path / "report" / "aggregate.csv")
     middle = [(mean + 5 - 1.7) / SPANS["Breakout"] for mean in (70, 100)]  # of seeds 2 and 3: 0 and 10 above the mean
     assert [float(row["value"]) for row in rows if row["statistic"] == "IQM"] == pytest.approx(middle, rel=1e-5)
-    profile = [row for row in rows if row["statistic"] != "IQM" and row["condition"].endswith("fixed L")]
+    profile = [row for row in rows if row["statistic"] != "IQM" and row["condition"].endswith("pqn_abs, L = 32")]
     normal = (np.array([60, 70, 80, 90]) - 1.7) / SPANS["Breakout"]
     assert len(profile) == 100
     for row in profile:
@@ -162,6 +162,22 @@ def test_noise_scale_is_compared_with_the_fixed_batch_of_pqn(tmp_path):
     assert float(rows[0]["improvement_percent"]) == pytest.approx(100 * 20 / SPANS["Breakout"], rel=1e-5)
 
 
+def test_fixed_batches_of_several_lengths(tmp_path):
+    """The one that the adaptive runs start from is the baseline; the others are compared with it as they are."""
+    for seed in (1, 2):
+        make_run(tmp_path / "runs" / f"abs{seed}", 15.0, seed=seed)
+        for length, score in ((16, 8.0), (32, 10.0), (64, 13.0)):
+            args = {"seed": seed, "num_steps": length, "adapt_rollout": False}
+            make_run(tmp_path / "runs" / f"{length}{seed}", score, **args)
+    report.main(report.Args((tmp_path / "runs",), tmp_path / "report", "fixed"))
+    rows = table(tmp_path / "report" / "improvement.csv")
+    expected = {"pqn_abs, L = 16": -20, "pqn_abs, L = 64": 30, "pqn_abs, ABS to L = 64": 50}
+    found = {row["condition"]: float(row["improvement_percent"]) for row in rows if row["game"] == "mean"}
+    assert found == pytest.approx(expected)
+    values = [float(row["value"]) for row in table(tmp_path / "report" / "aggregate.csv") if row["statistic"] == "IQM"]
+    assert values == pytest.approx([0.8, 1, 1.3, 1.5])
+
+
 def test_curves_end_with_the_run_and_negative_scores_count(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path / "runs" / str(seed), -20.5, env_id="ALE/Pong-v5", seed=seed)
@@ -179,7 +195,7 @@ def test_missing_seeds_are_named(tmp_path, capsys):
         file.unlink()
     report.main(report.Args((tmp_path / "runs",), tmp_path / "report"))
     missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
-    assert missing == ["missing: pqn_abs, fixed L, Pong: no seed 2"]
+    assert missing == ["missing: pqn_abs, L = 32, Pong: no seed 2"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +251,9 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "runs" / "a", 10.0)
     (run / "metrics.csv").write_text("")
     assert "no data" in refused(capsys, tmp_path, run)
-    assert "fixed-batch" in refused(capsys, tmp_path, make_run(tmp_path / "b", 10.0), normalise="fixed")
+    assert "no score other than 0 of pqn_abs, L = 32" in refused(
+        capsys, tmp_path, make_run(tmp_path / "b", 10.0), normalise="fixed"
+    )
 
 
 def test_report_that_cannot_be_written(tmp_path, capsys):

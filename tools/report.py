@@ -3,8 +3,9 @@
     python tools/report.py runs/suite --out report                   games with human and random scores
     python tools/report.py results/minatar_pilot --normalise fixed   others: relative to the fixed batch's score
 
-Folders are searched for runs. Runs with --no-adapt-rollout are the fixed batch that the others are compared with (for
-gns_baseline.py, those of pqn_abs.py too); they must be equal in all other settings, and finished. A run's score is its
+Folders are searched for runs. Those with --no-adapt-rollout are the fixed batch that the others are compared with (for
+gns_baseline.py, those of pqn_abs.py too); they must be equal in all other settings, and finished. Where there are some
+of several lengths, the baseline has the --num-steps that the adaptive runs start at. A run's score is its
 charts/episodic_return (the mean of the last 100 episodes), averaged over the last tenth of its rows. Intervals are 95%
 bootstrap intervals over seeds, within each game (stratified); with few seeds they are too narrow, and hold the mean of
 normal scores in 73% (3 seeds), 83% (5) or 90% (10) of cases. Every figure, a .png in the folder --out, has its numbers
@@ -13,7 +14,7 @@ beside it in a .csv:
     learning_curves   return over steps
     divergence        BD over steps                                              (the paper's figure 1)
     batch_size        BD and batch size over steps                               (2)
-    improvement       of ABS over the fixed batch, by game                       (3)
+    improvement       over the fixed batch, by game                              (3)
     rollout_max       mean improvement over L_max, where several were run        (4)
     aggregate         interquartile mean and performance profile of normalised scores
     signals           rank correlation of BD with other signals over a run; a table only
@@ -27,7 +28,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import matplotlib
 
@@ -66,9 +67,10 @@ class Run:
     columns: dict[str, np.ndarray]
 
     @property
-    def condition(self) -> tuple[str, int]:
-        """Script and L_max, or 0 with a fixed rollout."""
-        return (self.script, self.args["rollout_max"]) if self.args["adapt_rollout"] else fixed(self.script)
+    def condition(self) -> "Condition":
+        if self.args["adapt_rollout"]:
+            return Condition(self.script, self.args["rollout_max"], 0)
+        return Condition(family(self.script), 0, self.args["num_steps"])
 
     @property
     def score(self) -> float:
@@ -76,9 +78,22 @@ class Run:
         return float(np.nanmean(tenth)) if np.isfinite(tenth).any() else math.nan
 
 
-def fixed(script: str) -> tuple[str, int]:
-    """The condition that a script's others are compared with. With a fixed rollout gns_baseline.py is pqn_abs.py."""
-    return "pqn_abs" if script == "gns_baseline" else script, 0
+class Condition(NamedTuple):
+    script: str
+    rollout_max: int  # L_max, or 0 with a fixed rollout
+    length: int  # L of a fixed rollout, or 0
+
+
+def family(script: str) -> str:
+    """What the script is with a fixed rollout."""
+    return "pqn_abs" if script == "gns_baseline" else script
+
+
+def baseline(runs: list[Run], script: str) -> Condition:
+    """The fixed rollout that a script's runs are compared with."""
+    own = [run for run in runs if family(run.script) == family(script)]
+    starts = [run.args["num_steps"] for run in own if run.args["adapt_rollout"]]
+    return Condition(family(script), 0, min(starts or [run.args["num_steps"] for run in own]))
 
 
 def fail(*messages: str):
@@ -94,7 +109,7 @@ def read(folder: Path) -> Run:
     _, columns = plot.read_run(folder)
     config = json.loads((folder / "config.json").read_text())
     args, script = config["args"], Path(config["script"]).stem
-    for name in ("adapt_rollout", "rollout_max", "total_timesteps"):
+    for name in ("adapt_rollout", "num_steps", "rollout_max", "total_timesteps"):
         if name not in args:
             raise ValueError(f"{folder}/config.json has no {name}: it is from another version or script")
     run = Run(folder, script, scores.game_name(args["env_id"]), args["seed"], args, {})
@@ -113,7 +128,9 @@ def check(runs: list[Run], normalise: str) -> None:
     for run in runs:
         for name, value in run.args.items():
             # scripts may have settings of their own, but samples are what all have to have the same of
-            key = "total_timesteps" if name == "total_timesteps" else (fixed(run.script), name)
+            key = "total_timesteps" if name == "total_timesteps" else (family(run.script), name)
+            if name == "num_steps" and not run.args["adapt_rollout"]:
+                continue
             only_logs = name == "micro_batches" and "log_noise_scale" in run.args
             other, folder = first.setdefault(key, (value, run.folder))
             if value != other and not only_logs and name not in MAY_DIFFER.split():
@@ -131,9 +148,10 @@ def check(runs: list[Run], normalise: str) -> None:
         raise ValueError(f"no human score is known of {', '.join(sorted(unknown))}; use --normalise fixed")
     if normalise == "fixed":
         for script, game in sorted({(run.script, run.game) for run in runs}):
-            baseline = scores_by_game(runs, fixed(script)).get(game)
-            if baseline is None or baseline.mean() == 0:
-                raise ValueError(f"--normalise fixed: {script} on {game} has no fixed-batch score other than 0")
+            fixed = baseline(runs, script)
+            found = scores_by_game(runs, fixed).get(game)
+            if found is None or found.mean() == 0:
+                raise ValueError(f"--normalise fixed: there is no score other than 0 of {label(fixed)}, on {game}")
 
 
 def missing(runs: list[Run]) -> list[str]:
@@ -147,10 +165,10 @@ def missing(runs: list[Run]) -> list[str]:
     return lines
 
 
-def label(condition: tuple[str, int]) -> str:
-    script, rollout_max = condition
-    signal = "noise scale" if script == "gns_baseline" else "ABS"
-    return f"{script}, {signal} to L = {rollout_max}" if rollout_max else f"{script}, fixed L"
+def label(condition: Condition) -> str:
+    signal = "noise scale" if condition.script == "gns_baseline" else "ABS"
+    how = f"{signal} to L = {condition.rollout_max}" if condition.rollout_max else f"L = {condition.length}"
+    return f"{condition.script}, {how}"
 
 
 # --- Statistics ---
@@ -184,7 +202,7 @@ def curve(runs: list[Run], column: str, grid: np.ndarray) -> tuple[np.ndarray, n
     return curves.mean(axis=0), *np.quantile(means, (0.025, 0.975), axis=0)
 
 
-def scores_by_game(runs: list[Run], condition: tuple[str, int]) -> dict[str, np.ndarray]:
+def scores_by_game(runs: list[Run], condition: Condition) -> dict[str, np.ndarray]:
     groups = defaultdict(list)
     for run in runs:
         if run.condition == condition:
@@ -265,10 +283,10 @@ def draw_curves(runs: list[Run], columns: dict[str, str], colours: dict, out: Pa
     save(figure, out, name, rows)
 
 
-def improvements(runs: list[Run], condition: tuple[str, int], normalise: str) -> tuple[list[dict], dict | None]:
+def improvements(runs: list[Run], condition: Condition, normalise: str) -> tuple[list[dict], dict | None]:
     """By game and on average, in percent: the normalised score of a condition less that of the fixed batch."""
-    adaptive, baseline = scores_by_game(runs, condition), scores_by_game(runs, fixed(condition[0]))
-    games, rows = sorted(adaptive.keys() & baseline.keys()), []
+    adaptive, fixed = (scores_by_game(runs, c) for c in (condition, baseline(runs, condition.script)))
+    games, rows = sorted(adaptive.keys() & fixed.keys()), []
 
     for name, chosen in [(game, [game]) for game in games] + [("mean", games)] * bool(games):
 
@@ -279,7 +297,7 @@ def improvements(runs: list[Run], condition: tuple[str, int], normalise: str) ->
             )
             return 100 * np.mean([a.mean() - f.mean() for a, f in zip(ours, theirs, strict=True)])
 
-        groups = [by_game[game] for by_game in (adaptive, baseline) for game in chosen]
+        groups = [by_game[game] for by_game in (adaptive, fixed) for game in chosen]
         low, high = interval(groups, mean_difference)
         row = {"condition": label(condition), "game": name, "improvement_percent": mean_difference(groups)}
         rows.append(row | {"low": low, "high": high, "runs": sum(map(len, groups))})
@@ -287,7 +305,7 @@ def improvements(runs: list[Run], condition: tuple[str, int], normalise: str) ->
 
 
 def draw_improvements(runs: list[Run], normalise: str, out: Path) -> list[dict]:
-    conditions = [condition for condition in sorted({run.condition for run in runs}) if condition[1]]
+    conditions = sorted({run.condition for run in runs} - {baseline(runs, run.script) for run in runs})
     results = {condition: improvements(runs, condition, normalise) for condition in conditions}
     results = {condition: (rows, mean) for condition, (rows, mean) in results.items() if mean}
     if not results:
@@ -308,10 +326,11 @@ def draw_improvements(runs: list[Run], normalise: str, out: Path) -> list[dict]:
     table = [row for rows, mean in results.values() for row in [*rows, mean]]
     save(figure, out, "improvement", table)
 
-    if len({condition[1] for condition in results}) > 1:
+    results = {condition: result for condition, result in results.items() if condition.rollout_max}
+    if len({condition.rollout_max for condition in results}) > 1:
         figure, (axis,) = panels(1)
-        for script, colour in zip(sorted({condition[0] for condition in results}), plot.COLOURS, strict=False):
-            points = [(longest, mean) for (name, longest), (_, mean) in sorted(results.items()) if name == script]
+        for script, colour in zip(sorted({condition.script for condition in results}), plot.COLOURS, strict=False):
+            points = [(c.rollout_max, mean) for c, (_, mean) in sorted(results.items()) if c.script == script]
             x, means = zip(*points, strict=True)
             axis.plot(x, [mean["improvement_percent"] for mean in means], "o-", color=colour, label=script)
             axis.vlines(x, *([mean[end] for mean in means] for end in ("low", "high")), color=colour)
@@ -327,10 +346,10 @@ def draw_aggregate(runs: list[Run], normalise: str, colours: dict, out: Path) ->
     rows, table, everything = [], [], {}
     figure, (left, right) = panels(2)
     for condition in colours:
-        by_game, baseline = scores_by_game(runs, condition), scores_by_game(runs, fixed(condition[0]))
+        fixed, by_game = baseline(runs, condition.script), scores_by_game(runs, condition)
         groups = list(by_game.values())
-        if normalise == "fixed" and condition[1]:  # what is resampled, see normalised()
-            groups += [baseline[game] for game in by_game]
+        if normalise == "fixed" and condition != fixed:  # what is resampled, see normalised()
+            groups += [scores_by_game(runs, fixed)[game] for game in by_game]
         everything[condition] = list(by_game), groups
 
     def on_scale(games, groups):
@@ -432,7 +451,7 @@ def main(args: Args) -> None:
     if adaptive:
         columns = {DIVERGENCE: "Behavioural Divergence", BATCH: "Batch size"}
         draw_curves(adaptive, columns, colours, args.out, "batch_size")
-    show("Improvement of ABS over the fixed batch", draw_improvements(runs, args.normalise, args.out))
+    show("Improvement over the fixed batch", draw_improvements(runs, args.normalise, args.out))
     show("Normalised scores", draw_aggregate(runs, args.normalise, colours, args.out))
     show("What BD goes together with", signals(runs, args.out))
     for line in missing(runs):

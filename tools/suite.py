@@ -1,9 +1,8 @@
 r"""Many runs from one command: scripts x games x seeds x flag sets, as many at once as the machine carries.
 
     python tools/suite.py --scripts pqn_abs.py ppo_abs.py --games atari10 --seeds 1 2 3 \
-        --flags "abs=" "fixed=--no-adapt-rollout" --runs-dir runs/suite
+        --flags "abs=--adapt-rollout" "fixed=--no-adapt-rollout" --runs-dir runs/suite
 
-(p3o_abs.py adapts only with --adapt-rollout: "abs=--adapt-rollout" is right for all five scripts.)
 With --print it prints the plain commands that are left, one a line, for GNU parallel, xargs or a Slurm array:
 
     python tools/suite.py ... --print > commands.txt
