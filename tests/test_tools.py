@@ -63,7 +63,7 @@ def test_plot_draws_the_rows(tmp_path):
 
 def test_plot_names_runs_and_ignores_a_torn_last_line(tmp_path):
     name, columns = plot.read_run(make_run(tmp_path / "a", HEADER + ROWS + "254,4.0,6"))
-    assert name == "ALE/Pong-v5, pqn_abs, seed 7"
+    assert name == "ALE/Pong-v5, pqn_abs, seed 7, adaptive L"
     assert columns["global_step"] == (64, 128, 190)
     name, _ = plot.read_run(make_run(tmp_path / "b", adapt_rollout=False))
     assert name == "ALE/Pong-v5, pqn_abs, seed 7, fixed L = 32"
@@ -75,12 +75,12 @@ SEEDS = [("a", 1), ("b", 2), ("c", 2)]
 def test_plot_says_once_what_all_runs_share(tmp_path):
     runs = [plot.read_run(make_run(tmp_path / name, seed=seed, precision="float32")) for name, seed in SEEDS]
     (legend,) = plot.draw(runs[:2]).legends
-    assert legend.get_title().get_text() == "ALE/Pong-v5, pqn_abs, float32"
+    assert legend.get_title().get_text() == "ALE/Pong-v5, pqn_abs, float32, adaptive L"
     assert [text.get_text() for text in legend.get_texts()] == ["seed 1", "seed 2"]
     (legend,) = plot.draw(runs[1:]).legends  # equal runs keep their names
-    assert {text.get_text() for text in legend.get_texts()} == {"ALE/Pong-v5, pqn_abs, seed 2, float32"}
+    assert {text.get_text() for text in legend.get_texts()} == {"ALE/Pong-v5, pqn_abs, seed 2, float32, adaptive L"}
     (legend,) = plot.draw(runs[:1]).legends
-    assert [text.get_text() for text in legend.get_texts()] == ["ALE/Pong-v5, pqn_abs, seed 1, float32"]
+    assert [text.get_text() for text in legend.get_texts()] == ["ALE/Pong-v5, pqn_abs, seed 1, float32, adaptive L"]
 
 
 def test_plot_draws_a_run_without_scores(tmp_path):

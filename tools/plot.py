@@ -41,8 +41,7 @@ def read_run(folder: Path) -> tuple[str, dict[str, list[float]]]:
         name = f"{args['env_id']}, {Path(config['script']).stem}, seed {args['seed']}"
         if args.get("precision", "auto") != "auto":
             name += f", {args['precision']}"
-        if not args.get("adapt_rollout", True):
-            name += f", fixed L = {args['num_steps']}"
+        name += ", adaptive L" if args.get("adapt_rollout", True) else f", fixed L = {args['num_steps']}"
         lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is no run: it has no {Path(error.filename).name}") from None
