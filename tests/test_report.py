@@ -81,7 +81,7 @@ def test_interquartile_mean_and_profile_by_hand(tmp_path):
     compare(tmp_path / "runs", {"Breakout": (100.0, 70.0)}, seeds=(1, 2, 3, 4))
     report.main(report.Args((tmp_path / "runs",), tmp_path / "report"))
     rows = table(tmp_path / "report" / "aggregate.csv")
-    middle = [(mean + 5 - 1.7) / SPANS["Breakout"] for mean in (70, 100)]  # of seeds 2 and 3: 0 and 10 above the mean
+    middle = [(mean + 5 - 1.7) / SPANS["Breakout"] for mean in (100, 70)]  # of seeds 2 and 3: 0 and 10 above the mean
     assert [float(row["value"]) for row in rows if row["statistic"] == "IQM"] == pytest.approx(middle, rel=1e-5)
     profile = [row for row in rows if row["statistic"] != "IQM" and row["condition"].endswith("pqn_abs, L = 32")]
     normal = (np.array([60, 70, 80, 90]) - 1.7) / SPANS["Breakout"]
@@ -175,7 +175,7 @@ def test_fixed_batches_of_several_lengths(tmp_path):
     found = {row["condition"]: float(row["improvement_percent"]) for row in rows if row["game"] == "mean"}
     assert found == pytest.approx(expected)
     values = [float(row["value"]) for row in table(tmp_path / "report" / "aggregate.csv") if row["statistic"] == "IQM"]
-    assert values == pytest.approx([0.8, 1, 1.3, 1.5])
+    assert values == pytest.approx([1.5, 0.8, 1, 1.3])
 
 
 def test_curves_end_with_the_run_and_negative_scores_count(tmp_path):

@@ -322,7 +322,10 @@ def draw_improvements(runs: list[Run], normalise: str, out: Path) -> list[dict]:
         axis.set_yticks(range(len(rows)), [row["game"] for row in rows])
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set_title(label(condition), fontsize=10)
-        axis.set_xlabel(f"Improvement, {unit}")
+    limits = np.array([axis.get_xlim() for axis in axes])
+    for axis in axes:  # one scale
+        axis.set_xlim(limits.min(), limits.max())
+    figure.supxlabel(f"Improvement, {unit}", fontsize=9)
     table = [row for rows, mean in results.values() for row in [*rows, mean]]
     save(figure, out, "improvement", table)
 
@@ -444,7 +447,10 @@ def main(args: Args) -> None:
         fail(f"--out {args.out}: {error.strerror}")
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False})
-    colours = dict(zip(sorted({run.condition for run in runs}), itertools.cycle(plot.COLOURS), strict=False))
+    adaptive_first = sorted(
+        {run.condition for run in runs}, key=lambda condition: (not condition.rollout_max, condition)
+    )
+    colours = dict(zip(adaptive_first, itertools.cycle(plot.COLOURS), strict=False))
     draw_curves(runs, {RETURN: "Return"}, colours, args.out, "learning_curves")
     draw_curves(runs, {DIVERGENCE: "Behavioural Divergence"}, colours, args.out, "divergence")
     adaptive = [run for run in runs if run.args["adapt_rollout"]]
