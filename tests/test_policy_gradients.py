@@ -414,6 +414,22 @@ def test_fire_follows_a_lost_life_and_the_policy_learns_from_its_own_choice(trai
     assert np.bincount(gathered[0], minlength=4)[2] < np.bincount(sent, minlength=4)[2] - len(fired) / 2
 
 
+@pytest.mark.parametrize("episodic_life", [False, True])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_lost_life_ends_the_learners_episode(train, monkeypatch, script, episodic_life):
+    envs = record(Noise(8, terminate=0.05, truncate=0.05, full_lives=4, lose_life=0.2))
+    seen, gae = [], script.gae
+    monkeypatch.setattr(script, "gae", lambda *a: seen.append([x.numpy().copy() for x in a[3:5]]) or gae(*a))
+    options = ONE | {"num_envs": 8, "num_steps": 64, "episodic_life": episodic_life}
+    train(envs, script=script, total_timesteps=1, **options)
+    ((terminated, truncated),) = seen
+    names = "terminated truncated lives lives_before".split()
+    ended, cut, lives, before = (np.stack([step[name] for step in envs.steps]) for name in names)
+    lost = (lives < before) & ~ended & ~cut
+    assert lost.sum() > 20 and np.array_equal(truncated, cut)
+    assert np.array_equal(terminated, ended | lost if episodic_life else ended)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_learning_rate_falls_to_zero(train, script):
     folder = train(Noise(3), script=script, total_timesteps=210, **ONE)

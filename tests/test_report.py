@@ -78,6 +78,8 @@ def test_improvement_relative_to_the_fixed_batch(tmp_path):
 
 
 def test_interquartile_mean_and_profile_by_hand(tmp_path):
+    pooled = [np.array([1.0, 2.0, 3.0, 100.0]), np.array([0.0, 4.0, 5.0, 1000.0])]
+    assert report.interquartile_mean(pooled) == 3.5  # of 2, 3, 4 and 5
     compare(tmp_path / "runs", {"Breakout": (100.0, 70.0)}, seeds=(1, 2, 3, 4))
     report.main(report.Args((tmp_path / "runs",), tmp_path / "report"))
     rows = table(tmp_path / "report" / "aggregate.csv")
