@@ -80,7 +80,8 @@ def train_to(level: float, words: list[str]) -> tuple[Path, float | None]:
         write(table, row)
         nonlocal untrained
         if row.get(plot.DIVERGENCE) is not None and not reached:
-            recent.extend([] if untrained else [row[plot.DIVERGENCE]])
+            if not untrained:
+                recent.append(row[plot.DIVERGENCE])
             untrained = False
             if len(recent) == 5 and np.mean(recent) <= level:
                 reached.append(float(np.mean(recent)))
