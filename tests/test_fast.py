@@ -123,7 +123,7 @@ def test_bfloat16_agrees_with_float32_on_real_frames(train, trained):
 
 @pytest.mark.parametrize("script, longest", [(pqn_abs, 64), (pqn_abs_xl, 128)])
 def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibatch(train, script, longest):
-    """Rollouts of 1280 transitions in 4 mini-batches at first, with room for 40 x longest."""
+    """Rollouts of 1280 transitions in 4 mini-batches at first, then longer ones, with room for 40 x longest."""
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -136,10 +136,11 @@ def test_observations_are_kept_once_as_bytes_and_no_float_copy_exceeds_a_minibat
 
     seen = {}
     with Watch():
-        train(Noise(40), script=script, total_timesteps=4000, adapt_frequency=1, reference_states=100)
+        folder = train(Noise(40), script=script, total_timesteps=4000, adapt_frequency=1, reference_states=100)
+    minibatch = max(column(folder / "metrics.csv", "abs/batch_size", int)) // 4
     sizes = {dtype: [size for _, size in storages] for dtype, storages in seen.items()}
-    assert [size for size in sizes.pop(torch.uint8) if size > 320 * 6] == [longest * 40 * 6]
-    assert max(max(others) for others in sizes.values()) <= 320 * 6
+    assert [size for size in sizes.pop(torch.uint8) if size > minibatch * 6] == [longest * 40 * 6]
+    assert max(max(others) for others in sizes.values()) <= minibatch * 6
 
 
 # --- Compilation ---

@@ -132,6 +132,22 @@ def test_network_has_the_papers_layers(network):
     assert sum(p.numel() for p in network.parameters()) == convolutions + norms + hidden + head
 
 
+def test_network_is_three_plain_convolutions_and_two_layers_of_pixels_from_0_to_1(network, frames):
+    """The first one is computed over blocks of pixels; here it is not, and all is in float64."""
+    w = {name: weight.double() for name, weight in network.state_dict().items()}
+
+    def norm_relu(x, name):
+        return F.layer_norm(x, x.shape[1:], w[f"{name}.weight"], w[f"{name}.bias"]).relu()
+
+    x = frames[:8].double() / 255
+    for i, stride in enumerate((4, 2, 1), 1):
+        x = F.conv2d(x, w[f"conv{i}.weight"], w[f"conv{i}.bias"], stride)
+        x = norm_relu(x.movedim(1, -1), f"norm{i}").movedim(-1, 1)
+    x = norm_relu(F.linear(x.movedim(1, -1).flatten(1), w["hidden.weight"], w["hidden.bias"]), "norm4")
+    expected = F.linear(x, w["head.weight"], w["head.bias"])
+    torch.testing.assert_close(network(frames[:8]).double(), expected, rtol=1e-3, atol=1e-4)
+
+
 def test_network_values_each_frame_by_itself(network, frames):
     one_by_one = torch.cat([network(frame[None]) for frame in frames[:8]])
     assert one_by_one.shape == (8, 3)

@@ -44,7 +44,7 @@ def walks(num_envs, autoreset_mode):
         (Noise(3, truncate=0.5), ONE | {"gamma": 0.9, "q_lambda": 0.9}),
         (Noise(3, terminate=0.0, truncate=0.0), ONE | {"q_lambda": 0.0}),
         (Noise(3), ONE | {"max_grad_norm": 0.05, "update_epochs": 3}),  # each gradient is clipped
-        (Noise(40), {"learning_rate": 0.01}),  # 1280 transitions: mini-batches of 320 are more than one chunk
+        (Noise(160), {"learning_rate": 0.01, "reference_states": 5120}),  # mini-batches of 1280: more than one chunk
         (Noise(8, truncate=0.2, full_lives=2, lose_life=0.3), ONE | {"episodic_life": True}),
         (walks(3, AutoresetMode.SAME_STEP), ONE),
         (walks(3, "SameStep"), ONE | {"start_e": 0.0, "end_e": 0.0}),

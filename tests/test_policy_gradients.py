@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from catch import Catch
 from helpers import Bandit, Noise, column, forward_view, load, record, rows, same, without_clock
 from hypothesis import given, settings
@@ -140,6 +141,23 @@ def test_policies_of_equal_networks_do_not_diverge(precision):
         outputs = network(frames)
     assert [output.dtype for output in outputs] == [torch.float32] * 2
     assert [tuple(output.shape) for output in outputs] == [(40, 3), (40,)]
+
+
+def test_network_is_three_plain_convolutions_and_a_layer_of_pixels_from_0_to_1():
+    """The first one is computed over blocks of pixels; here it is not, and all is in float64."""
+    torch.manual_seed(0)
+    frames = torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
+    network = ppo_abs.ActorCritic(Catch(1))
+    w = {name: weight.double() for name, weight in network.state_dict().items()}
+    x = frames.double() / 255
+    for i, stride in enumerate((4, 2, 1), 1):
+        x = F.conv2d(x, w[f"conv{i}.weight"], w[f"conv{i}.bias"], stride).relu()
+    x = F.linear(x.flatten(1), w["hidden.weight"], w["hidden.bias"]).relu()
+    logits, values = network(frames)
+    expected = F.linear(x, w["actor.weight"], w["actor.bias"])
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-6)
+    expected = F.linear(x, w["critic.weight"], w["critic.bias"])[:, 0]
+    torch.testing.assert_close(values.double(), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_first_policy_is_nearly_uniform():
