@@ -295,6 +295,9 @@ def main(args: Args) -> Path | None:
     ]
     check_args(args, rules)
     device, dtype = pick_device(args)
+    if platform.libc_ver()[0] == "glibc":  # keep freed memory, not get it anew page by page: 11% faster on a CPU
+        for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
+            ctypes.CDLL(None).mallopt(option, value)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint and checkpoint["world_size"] != world_size:
@@ -581,9 +584,6 @@ def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if name == "cpu":
         device, capabilities = torch.device("cpu"), torch.cpu.get_capabilities()
-        if platform.libc_ver()[0] == "glibc":  # keep freed memory, not get it anew page by page: 11% faster
-            for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
-                ctypes.CDLL(None).mallopt(option, value)
         native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     elif not re.fullmatch(r"cuda(:\d+)?", name) or (processes > 1 and ":" in name):
         fail(f"--device {name}: it must be auto, cpu, cuda or, for a single process, cuda:N")

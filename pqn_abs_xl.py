@@ -43,7 +43,6 @@ After Ctrl-C or a crash:         python pqn_abs_xl.py --resume runs/.../checkpoi
 """
 
 import copy
-import ctypes
 import difflib
 import itertools
 import json
@@ -62,9 +61,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
-
-# PyTorch's idle threads wait in a loop; this shortens it, as the emulators want the cores: 8% faster on two cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import ale_py
 import gymnasium
@@ -179,14 +175,12 @@ class QNetwork(nn.Module):
         def norm_relu(norm, x):  # (N, C, H, W) in and out; LayerNorm sees (N, H, W, C), as it lies in memory
             return F.relu(norm(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
+        # uint8 / 255 is slow (20% of a CPU pass): cast to conv1's type, and divide its weights instead of the pixels
         kind = frames.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        # An 8 x 8 convolution with stride 4 is a 2 x 2 one over blocks of 4 x 4 pixels: 9% faster on two cores.
-        # (N, 4, 84, 84) -> (N, 21, 21, 64); the 4 pixels of a block's row move together, as one int32.
-        blocks = frames.view(torch.int32).unflatten(2, (21, 4)).permute(0, 2, 4, 1, 3).flatten(3).view(torch.uint8)
-        weight = F.pixel_unshuffle(self.conv1.weight / 255, 4)  # not frames / 255: that is slow (20% of a CPU pass)
-        x = F.conv2d(blocks.to(dtype).permute(0, 3, 1, 2), weight, self.conv1.bias)
-        x = norm_relu(self.norm2, self.conv2(norm_relu(self.norm1, x)))
+        x = frames.to(dtype).contiguous(memory_format=torch.channels_last)
+        x = norm_relu(self.norm1, F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, self.conv1.stride))
+        x = norm_relu(self.norm2, self.conv2(x))
         x = norm_relu(self.norm3, self.conv3(x))
         x = global_skip = self.norm4(self.first(x.permute(0, 2, 3, 1).flatten(1))).float()  # x_0; sums are in float32
         for block in self.blocks:
@@ -329,7 +323,11 @@ def main(args: Args) -> Path | None:
     num_envs, num_groups = args.num_envs, args.env_groups or min(args.num_envs, 1 if device.type == "cpu" else 2)
     parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
     groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
-    pool = ThreadPoolExecutor(num_groups)
+    # On a CPU, threads of ours take a chunk of a mini-batch each. If PyTorch's threads shared every layer instead, they
+    # would wait for one another in loops: two runs on the same two cores then make a sixth of the steps/s.
+    cores = torch.get_num_threads() if device.type == "cpu" else 1
+    workers = min(cores, 4)  # more would wait for Python's lock
+    pool = ThreadPoolExecutor(max(num_groups, workers), initializer=torch.set_num_threads, initargs=(cores // workers,))
     interrupted = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
     if groups[0].metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -342,8 +340,8 @@ def main(args: Args) -> Path | None:
     old_network = copy.deepcopy(q_network)  # θ_old
     parameters = list(q_network.parameters())
     optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-    chunk_size = 512 if device.type == "cpu" else longest * num_envs  # to save memory
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False)
+    chunk_size = 256 if device.type == "cpu" else longest * num_envs  # to save memory
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
     recent_scores, divergence = deque(maxlen=100), None
@@ -412,13 +410,20 @@ def main(args: Args) -> Path | None:
 
     def backward(indices):
         """Adds the gradient of mean_i (Q(s_i, a_i) - G_i)² over these transitions to .grad; returns loss and mean Q."""
-        means = torch.zeros(2, device=device)
-        for chunk in indices.split(chunk_size):  # gradients add up over the chunks
+
+        def gradient(chunk):
             with autocast:
                 q = q_network(b_obs.index_select(0, chunk)).gather(1, b_actions[chunk, None]).squeeze(1)
             loss = (q - b_returns[chunk]).square().sum() / len(indices)
-            loss.backward()
-            means += torch.stack([loss.detach(), q.detach().sum() / len(indices)])
+            means = torch.stack([loss.detach(), q.detach().sum() / len(indices)])
+            return means, torch.autograd.grad(loss, parameters)
+
+        means = torch.zeros(2, device=device)
+        chunks = indices.split(min(chunk_size, -(-len(indices) // workers)))
+        for chunk_means, gradients in (map if workers == 1 else pool.map)(gradient, chunks):  # in the chunks' order
+            means += chunk_means
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g if p.grad is None else p.grad.add_(g)
         return means
 
     stop = False
@@ -613,9 +618,6 @@ def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if name == "cpu":
         device, capabilities = torch.device("cpu"), torch.cpu.get_capabilities()
-        if platform.libc_ver()[0] == "glibc":  # keep freed memory, not get it anew page by page: 11% faster
-            for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
-                ctypes.CDLL(None).mallopt(option, value)
         native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     elif not re.fullmatch(r"cuda(:\d+)?", name) or (processes > 1 and ":" in name):
         fail(f"--device {name}: it must be auto, cpu, cuda or, for a single process, cuda:N")

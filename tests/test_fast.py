@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers import ROOT, Bandit, Noise, column, load, rows, start, without_clock
+from helpers import ROOT, Bandit, Noise, SmallNetwork, column, load, rows, start, without_clock
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import gns_baseline
 import pqn_abs
 import pqn_abs_xl
 
@@ -116,6 +117,38 @@ def test_bfloat16_agrees_with_float32_on_real_frames(train, trained):
     assert (plain_actions == fast_actions).float().mean() >= 0.99
     assert torch.cosine_similarity(plain_gradient, fast_gradient, dim=0) >= 0.999
     assert not torch.equal(plain_gradient, fast_gradient)
+
+
+# --- Threads that take a chunk each ---
+
+
+@pytest.mark.parametrize("script", [pqn_abs, pqn_abs_xl, gns_baseline])
+def test_threads_compute_the_gradient_of_the_minibatch_and_the_same_bits_each_time(train, script):
+    """6 threads for PyTorch make 4 of the script's, with one each; the mini-batches of 80 and more make 4 chunks."""
+
+    class Network(SmallNetwork):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                seen[-1].add((threading.current_thread().name, torch.get_num_threads(), len(x)))
+            return super().forward(x)
+
+    def run(num_threads):
+        seen.append(set())
+        torch.set_num_threads(num_threads)
+        try:
+            return load(train(Noise(10), lambda envs, *sizes: Network(envs), script, **options))["network"]
+        finally:
+            torch.set_num_threads(1)
+
+    seen, options = [], {"total_timesteps": 2000, "learning_rate": 0.01, "adapt_frequency": 2}
+    one, four, again = run(1), run(6), run(6)
+    for name, parameter in four.items():
+        assert torch.equal(parameter, again[name])
+        torch.testing.assert_close(parameter, one[name], rtol=1e-3, atol=1e-4)
+    assert {thread for thread, *_ in seen[0]} == {"MainThread"}
+    assert len({thread for thread, *_ in seen[1]}) > 1 and "MainThread" not in {thread for thread, *_ in seen[1]}
+    assert {threads for _, threads, _ in seen[1]} == {1}
+    assert max(size for *_, size in seen[1]) * 4 == pytest.approx(max(size for *_, size in seen[0]), abs=4)
 
 
 # --- Memory ---

@@ -134,7 +134,7 @@ def test_network_has_the_papers_layers(network):
 
 
 def test_network_is_three_plain_convolutions_and_two_layers_of_pixels_from_0_to_1(network, frames):
-    """The first one is computed over blocks of pixels; here it is not, and all is in float64."""
+    """All in float64."""
     network = copy.deepcopy(network)
     nn.init.normal_(network.conv1.bias)  # with biases of 0, LayerNorm would hide the scale of the pixels
     w = {name: weight.double() for name, weight in network.state_dict().items()}
