@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -175,30 +176,32 @@ def emulator_speed(words: list[str], steps: tuple[int, int]) -> float:
 def breakdown(words: list[str]) -> dict:
     """Where an iteration's time goes: pqn_abs.main with stop-watches put around its parts, from outside.
 
-    Copies are the calls that move data: frames and actions from and to the device, and shuffled mini-batches. What no
-    watch covers is bookkeeping. On a GPU each watch waits for the device, and the environments are one group, so the
-    parts add up, but to a slower whole.
+    Copies are the calls that move data: frames and actions from and to the device, and shuffled mini-batches. Where
+    threads of the script learn, forward and backward are their mean, and what else they do counts, as all that no watch
+    covers, as bookkeeping. On a GPU each watch waits for the device, and the environments are one group, so the parts
+    add up, but to a slower whole.
     """
     import torch
     from torch.overrides import TorchFunctionMode
 
     import pqn_abs
 
-    spent, running, marks = defaultdict(float), [], []
+    spent, marks, thread = defaultdict(float), [], threading.local()
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def timed(part, function):
         def watch(*args, **kwargs):
-            if running:  # within a watched call, time is that call's
+            if getattr(thread, "watched", False):  # within a watched call, time is that call's
                 return function(*args, **kwargs)
             wait()
-            running.append(part)
+            thread.watched = True
             started = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 wait()
-                spent[running.pop()] += time.perf_counter() - started
+                thread.watched = False
+                spent[part, threading.get_ident()] += time.perf_counter() - started
 
         return watch
 
@@ -227,7 +230,7 @@ def breakdown(words: list[str]) -> dict:
     pqn_abs.behavioral_divergence = timed("adaptation", pqn_abs.behavioral_divergence)
     pqn_abs.lambda_returns = timed("targets", pqn_abs.lambda_returns)
     pqn_abs.make_envs, pqn_abs.Table.write = timed_envs, write
-    torch.Tensor.backward = timed("backward", torch.Tensor.backward)
+    torch.autograd.grad = timed("backward", torch.autograd.grad)
     torch.optim.RAdam.step = timed("optimizer", torch.optim.RAdam.step)
     torch.nn.utils.clip_grad_norm_ = timed("optimizer", torch.nn.utils.clip_grad_norm_)
 
@@ -240,12 +243,16 @@ def breakdown(words: list[str]) -> dict:
         except SystemExit:
             raise RuntimeError(last_line(said.getvalue())) from None
 
+    def seconds(mark, part):
+        threads = [took for (name, _), took in mark.items() if name == part]
+        return sum(threads) / (len(threads) if threads and part in ("forward", "backward") else 1)
+
     (start, before), (end, after) = marks[0], marks[-1]  # without the first iteration, which warms up
     iterations = len(marks) - 1
-    parts = {part: (after.get(part, 0.0) - before.get(part, 0.0)) / iterations for part in PARTS}
+    parts = {part: (seconds(after, part) - seconds(before, part)) / iterations for part in PARTS}
     parts["bookkeeping"] = (end - start) / iterations - sum(parts.values())
     # BD is measured every K-th iteration, the first included, and a profile is too short for K of them
-    parts["adaptation"] = after.get("adaptation", 0.0) / -(-len(marks) // args.adapt_frequency) / args.adapt_frequency
+    parts["adaptation"] = seconds(after, "adaptation") / -(-len(marks) // args.adapt_frequency) / args.adapt_frequency
     total, on_gpu = sum(parts.values()), torch.cuda.is_available()
     return {
         "iterations": iterations,
