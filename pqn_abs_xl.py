@@ -341,7 +341,7 @@ def main(args: Args) -> Path | None:
     parameters = list(q_network.parameters())
     optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False)
-    chunk_size = 256 if device.type == "cpu" else longest * num_envs  # to save memory
+    chunk_size = 512 // dtype.itemsize if device.type == "cpu" else longest * num_envs  # to save memory
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
     recent_scores, divergence = deque(maxlen=100), None
