@@ -275,9 +275,10 @@ def main(args: Args) -> Path | None:
     parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
     groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
     # On a CPU, threads of ours take a chunk of a mini-batch each. If PyTorch's threads shared every layer instead, they
-    # would wait for one another in loops: two runs on the same two cores then make a sixth of the steps/s.
+    # would wait for one another in loops: two runs on the same two cores then make a sixth of the steps/s. Threads must
+    # not share autocast's cache: its entries belong to the graph of the thread that made them.
     cores = torch.get_num_threads() if device.type == "cpu" else 1
-    workers = min(cores, 4)  # more would wait for Python's lock
+    workers = min(cores, 4)  # of more, Python's lock would hold up some; this is not measured
     pool = ThreadPoolExecutor(max(num_groups, workers), initializer=torch.set_num_threads, initargs=(cores // workers,))
     interrupted = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -289,7 +290,7 @@ def main(args: Args) -> Path | None:
     torch.manual_seed(args.seed)
     q_network = QNetwork(groups[0]).to(device)
     old_network = copy.deepcopy(q_network)  # θ_old
-    parameters = list(q_network.parameters())
+    parameters = [p for p in q_network.parameters() if p.requires_grad]  # a network of yours may have frozen ones
     optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False)
     chunk_size = 512 // dtype.itemsize if device.type == "cpu" else longest * num_envs  # to save memory
@@ -370,7 +371,7 @@ def main(args: Args) -> Path | None:
                 q = q_network(b_obs.index_select(0, chunk)).gather(1, b_actions[chunk, None]).squeeze(1)
             loss = (q - b_returns[chunk]).square().sum() / len(indices)
             means = torch.stack([loss.detach(), q.detach().sum() / len(indices)])
-            return means, torch.autograd.grad(loss, parameters)
+            return means, torch.autograd.grad(loss, parameters, materialize_grads=True)
 
         means = torch.zeros(2, device=device)
         chunks = indices.split(min(chunk_size, -(-len(indices) // workers)))

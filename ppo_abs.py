@@ -295,7 +295,7 @@ def main(args: Args) -> Path | None:
     ]
     check_args(args, rules)
     device, dtype = pick_device(args)
-    if platform.libc_ver()[0] == "glibc":  # keep freed memory, not get it anew page by page: 11% faster on a CPU
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":  # keep freed memory: 11% faster on two cores
         for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
             ctypes.CDLL(None).mallopt(option, value)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

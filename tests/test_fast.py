@@ -151,6 +151,20 @@ def test_threads_compute_the_gradient_of_the_minibatch_and_the_same_bits_each_ti
     assert max(size for *_, size in seen[1]) * 4 == pytest.approx(max(size for *_, size in seen[0]), abs=4)
 
 
+def test_network_may_have_frozen_and_unused_parameters(train):
+    class Network(SmallNetwork):
+        def __init__(self, envs):
+            super().__init__(envs)
+            self.unused = torch.nn.Parameter(torch.ones(3))
+            next(self.parameters()).requires_grad_(False)
+            starts.append({name: weight.clone() for name, weight in self.state_dict().items()})
+
+    starts = []
+    end = load(train(Noise(10), Network, total_timesteps=1000, learning_rate=0.01))["network"]
+    frozen = next(iter(end))
+    assert {name for name in end if torch.equal(end[name], starts[0][name])} == {frozen, "unused"}
+
+
 # --- Memory ---
 
 
