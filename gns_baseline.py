@@ -382,7 +382,8 @@ def main(args: Args) -> Path | None:
             return means, torch.autograd.grad(loss, parameters, materialize_grads=True)
 
         means = torch.zeros(2, device=device)
-        chunks = indices.split(min(chunk_size, -(-len(indices) // workers)))
+        rounds = -(-len(indices) // (workers * chunk_size))  # in each, every worker takes a chunk of the same size
+        chunks = indices.tensor_split(min(len(indices), workers * rounds))
         for chunk_means, gradients in (map if workers == 1 else pool.map)(gradient, chunks):  # in the chunks' order
             means += chunk_means
             for p, g in zip(parameters, gradients, strict=True):
