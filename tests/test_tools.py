@@ -2,13 +2,15 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tools import plot, speed
+from tools import plot, speed, turns
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = (
@@ -231,3 +233,86 @@ def test_readme_quotes_the_measured_tables():
     readme = (ROOT / "README.md").read_text()
     for path in ROOT.glob("results/speed-*.json"):
         assert speed.table(json.loads(path.read_text())["rows"]) in readme, path.name
+
+
+# --- tools/turns.py ---
+
+FAKE_RUN = """
+import itertools, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--runs-dir") + 1], "run")
+folder.mkdir()
+(folder / "pid").write_text(str(os.getpid()))
+with (folder / "metrics.csv").open("w", buffering=1) as file:
+    file.write("global_step,charts/seconds\\n")
+    for i in itertools.count(1):
+        file.write(f"{i * 512},{SECONDS}\\n")
+        time.sleep(0.01)
+"""
+
+
+def versions_of(tmp_path, **seconds) -> list[str]:
+    for name, value in seconds.items():
+        (tmp_path / f"{name}.py").write_text(FAKE_RUN.replace("SECONDS", value))
+    return [f"{name}={sys.executable} {tmp_path / name}.py" for name in seconds]
+
+
+def run_turns(*words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "tools" / "turns.py", *words], capture_output=True, text=True)
+
+
+def test_turns_tell_the_time_per_step(tmp_path):
+    """Rows 512 steps and 1 or 2 s apart, by what they say, make 8 and 16 s for 4,096 steps."""
+    versions = versions_of(tmp_path, slow="i * 2", fast="i")
+    done = run_turns(*versions, "--flags=--num-steps 7", "--rounds", "2", "--iterations", "1", "--out", tmp_path / "t")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "round 1: slow 16.00 s, fast 8.00 s"
+    assert done.stdout.splitlines()[-1] == "| fast | 8.00 | 8.00 to 8.00 | 0.500 | 0.500 to 0.500 |"
+    rows = [
+        f"--num-steps 7,{n},{name},{time}" for name, time in (("slow", "16.000"), ("fast", "8.000")) for n in (1, 2)
+    ]
+    assert (tmp_path / "t").read_text().splitlines() == ["setting,round,variant,seconds_per_4096_steps", *rows]
+
+
+def test_a_turn_goes_on_leaves_out_its_first_row_and_stops(tmp_path):
+    command = versions_of(tmp_path, a="i + (i > 20) * 1000")[0].partition("=")[2].split()
+    version = turns.Version("a", command, tmp_path / "a")
+    try:
+        version.wait(1)
+        version.process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            before = settled(version)
+            seconds = version.turn(25)  # the 21st row takes 1000 s more: seen if it counts, and only then
+            assert settled(version) >= before + 26
+            counts = before + 1 < 21 <= before + 26
+            assert seconds == (1025 if counts else 25) / 25 * 8
+    finally:
+        version.process.kill()
+        version.process.wait()
+
+
+def settled(version) -> int:
+    """The number of rows, when it grows no more."""
+    counts = [-1]
+    while len(counts) < 4 or len(set(counts[-4:])) > 1:
+        counts.append(len(version.rows()))
+        time.sleep(0.05)
+    return counts[-1]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["a=python"], "two or more versions"),
+        (["a=python", "a=python"], "different names"),
+        (["a=python", "python"], "NAME=COMMAND"),
+        (["a=python '", "b=python"], "No closing quotation"),
+        (["a=there/is/none", "b=python"], "there/is/none: No such file"),
+        (["a=python", "b=python", "--rounds", "1"], "two rounds"),
+        (["a=python", "b=python", "--out", "there/is/none"], "there/is/none: No such file"),
+        ([f"a={sys.executable} -c 'import sys; sys.exit(\"--oh no\")'", "b=python"], "a ended: --oh no"),
+    ],
+)
+def test_turns_refuse_bad_input(words, says):
+    done = run_turns(*words)
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    assert says in done.stderr
