@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.9,<=2.13.0",
+#     "torch>=2.11,<=2.13.0",
 #     "gymnasium>=1.4",
 #     "ale-py>=0.12.1",
 #     "numpy>=2.0",
@@ -56,7 +56,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-# PyTorch's idle threads wait in a loop; this shortens it, as the emulators want the cores: 6 to 9% faster on two (PQN).
+# PyTorch's idle threads spin before they sleep; the less, the sooner the emulators get the cores: PQN 6 to 9% faster.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import ale_py
@@ -79,7 +79,7 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Atari game: ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5 (sticky)
     seed: int = 1  # seed of the network, the exploration and the environments
     total_timesteps: int = 20_000_000  # [T_total] environment steps, of 4 frames each
-    num_envs: int = 128  # [E] environments in parallel
+    num_envs: int = 128  # [E] environments in parallel, in each process
     learning_rate: float = 2.5e-4  # learning rate of RAdam, constant
     gamma: float = 0.99  # [γ] discount
     q_lambda: float = 0.65  # [λ] of the Q(λ) targets; 0 is one-step Q-learning, 1 is Monte Carlo
@@ -102,7 +102,7 @@ class Args:
     beta: float = 0.1
     """[β] weight of a new measurement in N_avg and S_avg: 1 keeps none of the earlier ones; pqn_abs.py smooths its
     rollout length by as much"""
-    micro_batches: int = 16  # [m] gradients that N and S are computed from; it takes memory for 2m of them
+    micro_batches: int = 16  # [m] gradients that one estimate takes, and memory for 2m of them
     reference_states: int = 2048
     """[M] size of B_ref, or all states of a smaller rollout; the paper gives no value; 2048 = 128 x 16 is its smallest
     batch, and would put the standard error of BD under 0.012 if its states were independent"""
@@ -111,7 +111,7 @@ class Args:
     precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
     env_groups: int | None = None
     """groups of environments that take turns: while one group's emulators run, the network picks actions for the next;
-    by default 2 on a GPU, and 1 on a CPU, where emulators and network want the same cores"""
+    by default 2 on a GPU if environments outnumber the cores, and else 1: on a CPU both want the same cores"""
     compile: bool = False  # torch.compile the network; goes on without where there is no working compiler
     runs_dir: str = "runs"  # where the run's folder is made
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
@@ -169,7 +169,7 @@ class QNetwork(nn.Module):
 
 
 def make_envs(args: Args):
-    """args.num_envs times the Atari game args.env_id, as Gymnasium's registry describes it, in one vector environment.
+    """A vector environment of args.num_envs copies of the Atari game args.env_id, as Gymnasium's registry describes it.
 
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two max-pooled; rewards
     are score points, of which learning sees the sign. To train on something else, return any Gymnasium VectorEnv here
@@ -185,7 +185,7 @@ def make_envs(args: Args):
         near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
         fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
     game = games[args.env_id]
-    print(f"starting {args.num_envs} x {args.env_id}")  # on a CPU core, a dozen a second
+    print(f"starting {args.num_envs} x {args.env_id}")  # takes a core about a second per dozen
     envs = AtariVectorEnv(
         game["game"],
         args.num_envs,
@@ -262,7 +262,7 @@ def main(args: Args) -> Path | None:
     def finish_iteration(signum, frame):
         nonlocal interrupted
         interrupted = True
-        if world_size == 1:  # torchrun may pass a signal on twice; it ends what is left after 30 s
+        if world_size == 1:  # torchrun may pass a signal on twice, and kills what is left after 30 s
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
     shares = "q_lambda start_e end_e exploration_fraction"
@@ -271,22 +271,26 @@ def main(args: Args) -> Path | None:
     rules += [("micro_batches", 2 <= args.micro_batches <= smallest_batch, f"from 2 to a batch, {smallest_batch}")]
     check_args(args, rules)
     device, dtype = pick_device(args)
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":  # keep freed memory, in one heap: PQN 3 to 9% faster
-        # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (in older glibc at most 32 MiB), both in bytes, and M_ARENA_MAX
+    if device.type == "cuda":
+        torch.set_num_threads(1)  # a copy to pinned memory must not wait for cores that the emulators hold
+    elif platform.libc_ver()[0] == "glibc":  # keep freed memory, in one heap: PQN 3 to 9% faster
+        # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (older glibc refuses more than 32 MiB), both in bytes, and M_ARENA_MAX
         for option, value in ((-1, 2**31 - 1), (-3, 2**25), (-3, 2**30), (-8, 1)):
             ctypes.CDLL(None).mallopt(option, value)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
-    num_envs, num_groups = args.num_envs, args.env_groups or min(args.num_envs, 1 if device.type == "cpu" else 2)
+    num_envs = args.num_envs
+    num_groups = args.env_groups or (2 if device.type == "cuda" and num_envs > os.cpu_count() else 1)
     parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
     groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
-    # On a CPU, threads of ours take a chunk of a mini-batch each. If PyTorch's threads shared every layer instead, they
-    # would wait for one another in loops: two runs on the same two cores then make a sixth of the steps/s. Threads must
-    # not share autocast's cache: its entries belong to the graph of the thread that made them.
+    # On a CPU, threads of ours take a chunk of a mini-batch each. PyTorch's own would share each layer and wait for one
+    # another in loops: two runs on the same two cores then make a sixth of the steps/s. Not with --compile: the switch
+    # that it needs below holds for one thread.
     cores = torch.get_num_threads() if device.type == "cpu" else 1
-    workers = min(cores, 4)  # of more, Python's lock would hold up some; this is not measured
+    # Of more than 4, Python's lock would hold up some; this is not measured.
+    workers = 1 if args.compile else max(n for n in (1, 2, 3, 4) if cores % n == 0)
     pool = ThreadPoolExecutor(max(num_groups, workers), initializer=torch.set_num_threads, initargs=(cores // workers,))
     interrupted = False
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -300,8 +304,10 @@ def main(args: Args) -> Path | None:
     old_network = copy.deepcopy(q_network)  # θ_old
     parameters = [p for p in q_network.parameters() if p.requires_grad]  # a network of yours may have frozen ones
     optimizer = torch.optim.RAdam(parameters, lr=args.learning_rate, foreach=True)
+    # Without a cache, as threads can't share it: its entries belong to the graph of the thread that made them.
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False)
-    chunk_size = 512 // dtype.itemsize if device.type == "cpu" else longest * num_envs  # to save memory
+    # Transitions in a forward pass: few on a CPU, to save memory, all on a GPU, where --compile needs gradients of one.
+    chunk_size = 512 // dtype.itemsize if device.type == "cpu" else longest * num_envs
 
     global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
     recent_scores, divergence = deque(maxlen=100), None
@@ -331,8 +337,8 @@ def main(args: Args) -> Path | None:
         print(f"{sum(p.numel() for p in parameters):,} parameters, {device}, {dtype}; this run is in {folder}")
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        for parameter in parameters:  # processors of several kinds may differ in the last bit
-            dist.broadcast(parameter.data, 0)
+        for tensor in q_network.state_dict().values():  # on processors of several kinds, the last bit may differ
+            dist.broadcast(tensor, 0)
 
     def save_checkpoint():
         state = {"network": q_network.state_dict(), "optimizer": optimizer.state_dict(), "args": asdict(args)}
@@ -344,11 +350,10 @@ def main(args: Args) -> Path | None:
         os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # at any moment, one whole file is there
 
     # Storage for the longest rollout. Observations are kept once, as they come: E · L_max · 28,224 bytes of uint8;
-    # s_{t+1} is row t + 1. values are max_a Q(s_t, a); final_values that of the last state of an episode cut at t.
+    # values[t] is max_a Q(s_t, a), up to t = L; final_values[t] that of the last state of an episode truncated at t.
     obs = torch.from_numpy(next_obs[0]).new_zeros((longest, num_envs, *next_obs[0].shape[1:]), device=device)
-    actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
     values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
-    rewards = np.zeros((longest, num_envs), dtype=np.float32)
+    rewards, actions = np.zeros((longest, num_envs), dtype=np.float32), np.zeros((longest, num_envs), dtype=np.int64)
     terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
     scores, episode_steps = np.zeros((2, num_envs))
     lost_life = np.zeros(num_envs, dtype=bool)
@@ -359,9 +364,12 @@ def main(args: Args) -> Path | None:
         torch._functorch.config.backward_pass_autocast = "off"  # else the float32 head's gradient would be in bfloat16
         for network in (q_network, old_network):  # on a GPU "reduce-overhead" replays a CUDA graph, one a batch size
             network.compile(mode="reduce-overhead")
+        size = min(chunk_size, args.num_steps * num_envs // args.num_minibatches)
         try:
             with autocast:
-                q_network(obs[0, parts[0]]).sum().backward()
+                q_network(obs.flatten(0, 1)[:size]).sum().backward()
+                with torch.no_grad():
+                    q_network(obs[0, parts[0]])
             optimizer.zero_grad()
         except Exception as error:  # no C++ compiler, no Triton, ...: torch has many ways to say it
             q_network._compiled_call_impl = old_network._compiled_call_impl = None
@@ -407,7 +415,7 @@ def main(args: Args) -> Path | None:
         explore = torch.rand((length, num_envs), device=device) < epsilon
         random_actions = torch.randint(num_actions, (length, num_envs), device=device)
         in_flight = deque()  # the groups' steps
-        for t, group in itertools.product(range(length + 1), range(num_groups)):  # t = L takes in what t = L - 1 did
+        for t, group in itertools.product(range(length + 1), range(num_groups)):  # t = L only receives the last step
             envs, part = groups[group], parts[group]
             if t > 0:  # what the actions at t - 1 led to
                 last = t - 1, part
@@ -419,7 +427,7 @@ def main(args: Args) -> Path | None:
                 done, cut = terminated[last] | truncated[last], np.flatnonzero(truncated[last])
                 if len(cut):  # the value of the cut episode's own last observation, not of the next one's first
                     last_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
-                    with torch.no_grad(), autocast:  # .forward is never compiled: each time it sees another batch size
+                    with torch.no_grad(), autocast:  # .forward bypasses --compile: its batch size varies
                         final_values[t - 1, part.start + cut] = q_network.forward(last_obs).max(-1).values.float()
                 if args.episodic_life:
                     lost_life[part] = (info["lives"] < lives[part]) & ~done  # where done, lives are the next episode's
@@ -438,16 +446,18 @@ def main(args: Args) -> Path | None:
                 values[t, part], greedy_actions = q_network(frames).max(-1)
             if t < length:
                 obs[t, part] = frames
-                actions[t, part] = torch.where(explore[t, part], random_actions[t, part], greedy_actions)
+                chosen = torch.where(explore[t, part], random_actions[t, part], greedy_actions).cpu().numpy()
                 if lost_life[part].any():  # in the step before: press FIRE, or Breakout never goes on
-                    actions[t, part][torch.from_numpy(lost_life[part])] = envs.fire_action
-                in_flight.append(pool.submit(envs.step, actions[t, part].cpu().numpy()))
+                    chosen[lost_life[part]] = envs.fire_action
+                actions[t, part] = chosen
+                in_flight.append(pool.submit(envs.step, chosen))
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes over the rollout in shuffled mini-batches.
-        reward, term, trunc = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated))
+        on_device = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated, actions))
+        reward, term, trunc, action = on_device
         next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
         returns = lambda_returns(reward, next_values, term, trunc, args.gamma, args.q_lambda)
-        b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), actions[:length].flatten(), returns.flatten()
+        b_obs, b_actions, b_returns = obs[:length].flatten(0, 1), action.flatten(), returns.flatten()
         gns_noise = gns_signal = None
         if measure:  # before the updates
             b, gradients = batch_size // args.micro_batches, []
@@ -632,13 +642,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 class Table:
-    """A CSV file, a dict a row, each on disk once written; rows after last_step are cut off when it is opened."""
+    """A CSV file, one dict a row, written line by line; rows after last_step are cut off when it is opened."""
 
     wandb = None  # gets each row too, with --track
 
     def __init__(self, path: Path, last_step: int):
         text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)  # a process that was killed may leave a torn one
+        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)  # a killed process may leave a torn one
         kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= last_step]
         path.with_suffix(".tmp").write_text("".join(kept))
         os.replace(path.with_suffix(".tmp"), path)
@@ -668,9 +678,9 @@ def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: in
     if args.track:
         import wandb
 
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
+        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
         try:
-            wandb.init(**names, name=folder.name, id=folder.name, resume="allow", config=config)
+            wandb.init(**where, name=folder.name, id=folder.name, resume="allow", config=config)
         except wandb.Error as error:
             fail(f"--track: {str(error).splitlines()[0]} (or set WANDB_MODE=offline)")
         wandb.define_metric("*", step_metric="global_step")
@@ -702,4 +712,5 @@ def average(tensor, world_size: int):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games are loaded ends at once, without a traceback
     main(parse_args())

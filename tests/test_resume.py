@@ -163,6 +163,15 @@ def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
     assert load(folder)["global_step"] == 0
 
 
+def test_interrupt_while_environments_start_ends_at_once_without_a_traceback(tmp_path):
+    process = start("-u", ROOT / "pqn_abs.py", "--device", "cpu", "--runs-dir", tmp_path / "runs")
+    assert process.stdout.readline().startswith("starting 128 x ")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=8)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_killed_at_any_moment_it_goes_on(tmp_path, monkeypatch, resume):
     """With a checkpoint after each iteration, saving is what it mostly does."""
     monkeypatch.chdir(tmp_path)
