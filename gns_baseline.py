@@ -174,7 +174,8 @@ def make_envs(args: Args):
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two max-pooled; rewards
     are score points, of which learning sees the sign. To train on something else, return any Gymnasium VectorEnv here
     that has discrete actions and same-step autoreset: its step() gives the next episode's first observation when an
-    episode ends, and the ended one's last observation in info["final_obs"].
+    episode ends, and the ended one's last observation in info["final_obs"]. --episodic-life needs info["lives"] too and
+    an attribute fire_action, the action to press then.
     """
     gymnasium.register_envs(ale_py)
     games = {k: spec.kwargs for k, spec in gymnasium.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"}
@@ -258,13 +259,6 @@ def noise_scale_batch(noise: float, signal: float, bounds: tuple) -> int:
 
 def main(args: Args) -> Path | None:
     """Train; returns the run's folder (None in all but the first of several processes)."""
-
-    def finish_iteration(signum, frame):
-        nonlocal interrupted
-        interrupted = True
-        if world_size == 1:  # torchrun may pass a signal on twice, and kills what is left after 30 s
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
-
     shares = "q_lambda start_e end_e exploration_fraction"
     rules = [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in shares.split()]
     smallest_batch = args.num_envs * min(args.rollout_min, args.num_steps)
@@ -293,6 +287,13 @@ def main(args: Args) -> Path | None:
     workers = 1 if args.compile else max(n for n in (1, 2, 3, 4) if cores % n == 0)
     pool = ThreadPoolExecutor(max(num_groups, workers), initializer=torch.set_num_threads, initargs=(cores // workers,))
     interrupted = False
+
+    def finish_iteration(signum, frame):
+        nonlocal interrupted
+        interrupted = True
+        if world_size == 1:  # torchrun may pass a signal on twice, and kills what is left after 30 s
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
+
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
     if groups[0].metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")

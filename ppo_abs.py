@@ -163,7 +163,8 @@ def make_envs(args: Args):
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two max-pooled; rewards
     are score points, of which learning sees the sign. To train on something else, return any Gymnasium VectorEnv here
     that has discrete actions and same-step autoreset: its step() gives the next episode's first observation when an
-    episode ends, and the ended one's last observation in info["final_obs"].
+    episode ends, and the ended one's last observation in info["final_obs"]. --episodic-life needs info["lives"] too and
+    an attribute fire_action, the action to press then.
     """
     gymnasium.register_envs(ale_py)
     games = {k: spec.kwargs for k, spec in gymnasium.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"}
@@ -278,13 +279,6 @@ def rollout_length(divergence: float, current: float, thresholds: tuple, bounds:
 
 def main(args: Args) -> Path | None:
     """Train; returns the run's folder (None in all but the first of several processes)."""
-
-    def finish_iteration(signum, frame):
-        nonlocal interrupted
-        interrupted = True
-        if world_size == 1:  # torchrun may pass a signal on twice, and kills what is left after 30 s
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
-
     rules = [
         ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
         ("delta_max", args.delta_max < math.inf, "finite"),
@@ -311,6 +305,13 @@ def main(args: Args) -> Path | None:
     groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
     pool = ThreadPoolExecutor(num_groups)
     interrupted = False
+
+    def finish_iteration(signum, frame):
+        nonlocal interrupted
+        interrupted = True
+        if world_size == 1:  # torchrun may pass a signal on twice, and kills what is left after 30 s
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
+
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
     if groups[0].metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
