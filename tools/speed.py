@@ -384,7 +384,7 @@ def main(args: Args) -> None:
             profile = in_fresh_process(
                 breakdown, [*base, *words, "--env-groups", "1", "--total-timesteps", str(steps[1])]
             )
-            print(f"\nAn iteration of {first}, the mean of {profile['iterations']}:")
+            print(f"\nAn iteration of {first}, with one group of environments, the mean of {profile['iterations']}:")
             for part in PARTS:
                 print(f"{part:>15} {profile['ms_per_iteration'][part]:9,.1f} ms {profile['percent'][part]:5.1f}%")
             if profile["gpu_peak_memory_mib"]:
