@@ -155,6 +155,24 @@ def test_threads_compute_the_gradient_of_the_minibatch_and_the_same_bits_each_ti
     assert max(size for *_, size in seen[1]) * 3 == pytest.approx(max(size for *_, size in seen[0]), abs=3)
 
 
+def test_chunks_are_few_and_of_equal_size(train):
+    """A mini-batch of 1280 for 3 threads, at most 128 (512 bytes) a chunk: 4 for each; of 128 there would be 10."""
+
+    class Network(SmallNetwork):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                sizes.append(len(x))
+            return super().forward(x)
+
+    sizes = []
+    torch.set_num_threads(3)
+    try:
+        train(Noise(40), Network, total_timesteps=1, num_minibatches=1, update_epochs=1)
+    finally:
+        torch.set_num_threads(1)
+    assert sorted(sizes) == [106] * 4 + [107] * 8
+
+
 def test_network_may_have_frozen_and_unused_parameters(train):
     class Network(SmallNetwork):
         def __init__(self, envs):

@@ -155,3 +155,9 @@ def test_catch_is_solved(train):
     options |= {"exploration_fraction": 0.3, "precision": "auto"}
     folder = train(Catch(8), gns_baseline.QNetwork, gns_baseline, **options)
     assert max(column(folder / "metrics.csv", "charts/episodic_return")) >= 0.9
+
+
+def test_a_fixed_rollout_is_the_smallest_batch(train):
+    """128 transitions make 100 micro-batches; the 64 of L_min, which then has no say, would not."""
+    options = {"num_steps": 32, "adapt_rollout": False, "log_noise_scale": True, "micro_batches": 100}
+    assert column(train(Noise(4), total_timesteps=1, **options) / "metrics.csv", "gns/noise")[0] > 0

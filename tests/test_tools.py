@@ -238,10 +238,9 @@ def test_readme_quotes_the_measured_tables():
 # --- tools/turns.py ---
 
 FAKE_RUN = """
-import itertools, os, pathlib, sys, time
+import itertools, pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--runs-dir") + 1], "run")
 folder.mkdir()
-(folder / "pid").write_text(str(os.getpid()))
 with (folder / "metrics.csv").open("w", buffering=1) as file:
     file.write("global_step,charts/seconds\\n")
     for i in itertools.count(1):
