@@ -293,6 +293,7 @@ def settled(version) -> int:
     """The number of rows, when it grows no more."""
     counts = [-1]
     while len(counts) < 4 or len(set(counts[-4:])) > 1:
+        assert len(counts) < 200, "it was not stopped"
         counts.append(len(version.rows()))
         time.sleep(0.05)
     return counts[-1]
