@@ -127,9 +127,9 @@ class Args:
     device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
     precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
     env_groups: int | None = None
-    """groups of environments that take turns: while one group's emulators run, the network picks actions for the next;
-    by default 2 on a GPU if environments outnumber the cores, and else 1: on a CPU both want the same cores"""
-    compile: bool = False  # torch.compile the network; goes on without where there is no working compiler
+    """groups of environments, each with a thread: while one group's emulators run, the network acts for another; by
+    default up to 4 on a CPU, and on a GPU 2 if they outnumber the cores; no more than 1 gains if they are in Python"""
+    compile: bool = False  # torch.compile the network (actions only with one group); goes on without, if that fails
     runs_dir: str = "runs"  # where the run's folder is made
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
     resume: str | None = None  # a checkpoint.pt to go on from; the other arguments come from it
@@ -325,15 +325,15 @@ def main(args: Args) -> Path | None:
     if checkpoint and checkpoint["world_size"] != world_size:
         fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
     num_envs = args.num_envs
-    num_groups = args.env_groups or (2 if device.type == "cuda" and num_envs > os.cpu_count() else 1)
-    parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
-    groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
-    # On a CPU, threads of ours take a chunk of a mini-batch each. PyTorch's own would share each layer and wait for one
-    # another in loops: two runs on the same two cores then make a sixth of the steps/s. Not with --compile: the switch
-    # that it needs below holds for one thread.
+    # On a CPU, threads of ours play in a group of environments each, and then take a share of a mini-batch each.
+    # PyTorch's own would share each layer and wait for one another in loops: two runs on the same two cores then make a
+    # sixth of the steps/s. Not with --compile: the switch that it needs below holds for one thread.
     cores = torch.get_num_threads() if device.type == "cpu" else 1
     # Of more than 4, Python's lock would hold up some; this is not measured.
     workers = 1 if args.compile else max(n for n in (1, 2, 3, 4) if cores % n == 0)
+    num_groups = args.env_groups or min(num_envs, workers if device.type == "cpu" else 1 + (num_envs > os.cpu_count()))
+    parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
+    groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
     pool = ThreadPoolExecutor(max(num_groups, workers), initializer=torch.set_num_threads, initargs=(cores // workers,))
     interrupted = False
 
@@ -346,6 +346,8 @@ def main(args: Args) -> Path | None:
     handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
     if groups[0].metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
+    if any(envs.num_envs != part.stop - part.start for envs, part in zip(groups, parts, strict=True)):
+        fail("make_envs(args) must return args.num_envs environments; it is called for each of --env-groups")
     num_actions = int(groups[0].single_action_space.n)
     longest = args.rollout_max if args.adapt_rollout else args.num_steps  # rollout, in steps
 
@@ -407,6 +409,7 @@ def main(args: Args) -> Path | None:
     if args.episodic_life:
         lives = np.concatenate([info["lives"] for _, info in resets])
 
+    act = q_network if num_groups == 1 else q_network.forward  # CUDA graphs, and so --compile, belong to one thread
     if args.compile:
         torch._functorch.config.backward_pass_autocast = "off"  # else the float32 head's gradient would be in bfloat16
         for network in (q_network, old_network):  # on a GPU "reduce-overhead" replays a CUDA graph, one a batch size
@@ -416,7 +419,7 @@ def main(args: Args) -> Path | None:
             with autocast:
                 q_network(obs.flatten(0, 1)[:size]).sum().backward()
                 with torch.no_grad():
-                    q_network(obs[0, parts[0]])
+                    act(obs[0, parts[0]])
             optimizer.zero_grad()
         except Exception as error:  # no C++ compiler, no Triton, ...: torch has many ways to say it
             q_network._compiled_call_impl = old_network._compiled_call_impl = None
@@ -426,21 +429,58 @@ def main(args: Args) -> Path | None:
     saved_at = time.perf_counter()
     progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=rank > 0)
 
+    def play(group):
+        """Collects the rollout of one group of environments."""
+        envs, part = groups[group], parts[group]
+        for t in range(length + 1):
+            now = t, part
+            frames = torch.from_numpy(next_obs[group])
+            if device.type == "cuda":  # crosses once, as uint8, from pinned memory
+                frames = frames.pin_memory().to(device, non_blocking=True)
+            with torch.no_grad(), autocast:
+                values[now], greedy_actions = act(frames).max(-1)
+            if t == length:  # of this state, the next rollout's first, only the value is needed
+                return
+            obs[now] = frames
+            chosen = torch.where(explore[now], random_actions[now], greedy_actions).cpu().numpy()
+            if lost_life[part].any():  # in the step before: press FIRE, or Breakout never goes on
+                chosen[lost_life[part]] = envs.fire_action
+            actions[now] = chosen
+            next_obs[group], reward, terminated[now], truncated[now], info = envs.step(chosen)
+            rewards[now] = np.sign(reward)
+            scores[part] += reward
+            episode_steps[part] += 1
+            done, cut = terminated[now] | truncated[now], np.flatnonzero(truncated[now])
+            if len(cut):  # the value of the cut episode's own last observation, not of the next one's first
+                last_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
+                with torch.no_grad(), autocast:  # .forward bypasses --compile: its batch size varies
+                    final_values[t, part.start + cut] = q_network.forward(last_obs).max(-1).values.float()
+            if args.episodic_life:
+                lost_life[part] = (info["lives"] < lives[part]) & ~done  # where done, lives are the next episode's
+                lives[part] = info["lives"]
+                terminated[now] |= lost_life[part]
+            for i in part.start + np.flatnonzero(done):
+                ended.append((t, i, float(scores[i]), int(episode_steps[i])))
+                scores[i] = episode_steps[i] = 0
+
     def backward(indices):
         """Adds the gradient of mean_i (Q(s_i, a_i) - G_i)² over these transitions to .grad; returns loss and mean Q."""
 
-        def gradient(chunk):
-            with autocast:
-                q = q_network(b_obs.index_select(0, chunk)).gather(1, b_actions[chunk, None]).squeeze(1)
-            loss = (q - b_returns[chunk]).square().sum() / len(indices)
-            means = torch.stack([loss.detach(), q.detach().sum() / len(indices)])
-            return means, torch.autograd.grad(loss, parameters, materialize_grads=True)
+        def gradient(share):
+            means, gradients = torch.zeros(2, device=device), None
+            for chunk in share.tensor_split(-(-len(share) // chunk_size)):
+                with autocast:
+                    q = q_network(b_obs.index_select(0, chunk)).gather(1, b_actions[chunk, None]).squeeze(1)
+                loss = (q - b_returns[chunk]).square().sum() / len(indices)
+                means += torch.stack([loss.detach(), q.detach().sum() / len(indices)])
+                more = torch.autograd.grad(loss, parameters, materialize_grads=True)
+                gradients = more if gradients is None else [g.add_(m) for g, m in zip(gradients, more, strict=True)]
+            return means, gradients
 
         means = torch.zeros(2, device=device)
-        rounds = -(-len(indices) // (workers * chunk_size))  # in each, every worker takes a chunk of the same size
-        chunks = indices.tensor_split(min(len(indices), workers * rounds))
-        for chunk_means, gradients in (map if workers == 1 else pool.map)(gradient, chunks):  # in the chunks' order
-            means += chunk_means
+        shares = indices.tensor_split(min(len(indices), workers))
+        for share_means, gradients in (map if workers == 1 else pool.map)(gradient, shares):  # in the shares' order
+            means += share_means
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g if p.grad is None else p.grad.add_(g)
         return means
@@ -461,43 +501,14 @@ def main(args: Args) -> Path | None:
         epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
         explore = torch.rand((length, num_envs), device=device) < epsilon
         random_actions = torch.randint(num_actions, (length, num_envs), device=device)
-        in_flight = deque()  # the groups' steps
-        for t, group in itertools.product(range(length + 1), range(num_groups)):  # t = L only receives the last step
-            envs, part = groups[group], parts[group]
-            if t > 0:  # what the actions at t - 1 led to
-                last = t - 1, part
-                next_obs[group], reward, terminated[last], truncated[last], info = in_flight.popleft().result()
-                global_step += len(reward) * world_size
-                rewards[last] = np.sign(reward)
-                scores[part] += reward
-                episode_steps[part] += 1
-                done, cut = terminated[last] | truncated[last], np.flatnonzero(truncated[last])
-                if len(cut):  # the value of the cut episode's own last observation, not of the next one's first
-                    last_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
-                    with torch.no_grad(), autocast:  # .forward bypasses --compile: its batch size varies
-                        final_values[t - 1, part.start + cut] = q_network.forward(last_obs).max(-1).values.float()
-                if args.episodic_life:
-                    lost_life[part] = (info["lives"] < lives[part]) & ~done  # where done, lives are the next episode's
-                    lives[part] = info["lives"]
-                    terminated[last] |= lost_life[part]
-                for i in part.start + np.flatnonzero(done):
-                    recent_scores.append(float(scores[i]))
-                    if rank == 0:
-                        row = {"episodic_return": float(scores[i]), "episodic_length": int(episode_steps[i])}
-                        episodes.write({"global_step": global_step, **row})
-                    scores[i] = episode_steps[i] = 0
-            frames = torch.from_numpy(next_obs[group])
-            if device.type == "cuda":  # crosses once, as uint8, from pinned memory
-                frames = frames.pin_memory().to(device, non_blocking=True)
-            with torch.no_grad(), autocast:
-                values[t, part], greedy_actions = q_network(frames).max(-1)
-            if t < length:
-                obs[t, part] = frames
-                chosen = torch.where(explore[t, part], random_actions[t, part], greedy_actions).cpu().numpy()
-                if lost_life[part].any():  # in the step before: press FIRE, or Breakout never goes on
-                    chosen[lost_life[part]] = envs.fire_action
-                actions[t, part] = chosen
-                in_flight.append(pool.submit(envs.step, chosen))
+        ended = []  # episodes
+        list((map if num_groups == 1 else pool.map)(play, range(num_groups)))  # others act while one's emulators run
+        for t, _, score, steps in sorted(ended):
+            recent_scores.append(score)
+            if rank == 0:
+                step = global_step + (t + 1) * num_envs * world_size
+                episodes.write({"global_step": step, "episodic_return": score, "episodic_length": steps})
+        global_step += batch_size * world_size
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes over the rollout in shuffled mini-batches.
         on_device = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated, actions))

@@ -123,12 +123,12 @@ def test_bfloat16_agrees_with_float32_on_real_frames(train, trained, device):
     assert not torch.equal(plain_gradient, fast_gradient)
 
 
-# --- Threads that take a chunk each ---
+# --- Threads that take a share of a mini-batch each ---
 
 
 @pytest.mark.parametrize("script", [pqn_abs, pqn_abs_xl, gns_baseline])
 def test_threads_compute_the_gradient_of_the_minibatch_and_the_same_bits_each_time(train, script):
-    """6 threads for PyTorch make 3 of the script's, with two each, and a mini-batch of 80 or more makes 3 chunks."""
+    """6 threads for PyTorch make 3 of the script's, with two each, and a mini-batch of 80 or more makes 3 shares."""
 
     class Network(SmallNetwork):
         def forward(self, x):
@@ -144,7 +144,7 @@ def test_threads_compute_the_gradient_of_the_minibatch_and_the_same_bits_each_ti
         finally:
             torch.set_num_threads(1)
 
-    seen, options = [], {"total_timesteps": 2000, "learning_rate": 0.01, "adapt_frequency": 2}
+    seen, options = [], {"total_timesteps": 2000, "learning_rate": 0.01, "adapt_frequency": 2, "env_groups": 1}
     one, three, again = run(1), run(6), run(6)
     for name, parameter in three.items():
         assert torch.equal(parameter, again[name])
@@ -167,7 +167,7 @@ def test_chunks_are_few_and_of_equal_size(train):
     sizes = []
     torch.set_num_threads(3)
     try:
-        train(Noise(40), Network, total_timesteps=1, num_minibatches=1, update_epochs=1)
+        train(Noise(40), Network, total_timesteps=1, num_minibatches=1, update_epochs=1, env_groups=1)
     finally:
         torch.set_num_threads(1)
     assert sorted(sizes) == [106] * 4 + [107] * 8

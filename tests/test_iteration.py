@@ -241,3 +241,13 @@ def test_other_autoreset_modes_are_refused(train, tmp_path, capsys, envs):
     assert error.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"num_envs": 3}, {"num_envs": 4, "env_groups": 2}])
+def test_other_numbers_of_environments_are_refused(train, tmp_path, capsys, options):
+    """make_envs, which may be the user's, is called for each group with the number that it has."""
+    with pytest.raises(SystemExit) as error:
+        train(lambda args: Noise(4), **options)
+    assert error.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

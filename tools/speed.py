@@ -2,7 +2,7 @@
 
     python tools/speed.py                                 all, at the paper's settings: half an hour
     python tools/speed.py --steps 16384:32768 --repeats 1 --skip-sweep --skip-breakdown           a first impression
-    python tools/speed.py --modes "auto=" "one group=--env-groups 1" "compiled=--compile" --steps 131072:1179648   a GPU
+    python tools/speed.py --modes "auto=" "compiled=--compile" "graphs=--compile --env-groups 1" --steps 131072:1179648
     python tools/speed.py --peer "CleanRL=python pqn_atari_envpool.py
         --num-envs 128 --num-steps 32 --num-minibatches 4 --update-epochs 2 --total-timesteps {steps}"
 
@@ -177,9 +177,9 @@ def breakdown(words: list[str]) -> dict:
     """Where an iteration's time goes: pqn_abs.main with stop-watches put around its parts, from outside.
 
     Copies are the calls that move data: frames and actions from and to the device, and shuffled mini-batches. Where
-    threads of the script learn, forward and backward are their mean, and what else they do counts, as all that no watch
-    covers, as bookkeeping. On a GPU each watch waits for the device, and the environments are one group, so the parts
-    add up, but to a slower whole.
+    threads of the script play and learn, a part is their mean, and what else they do, copies included, counts, as all
+    that no watch covers, as bookkeeping. On a GPU each watch waits for the device, and the environments are one group,
+    so the parts add up, but to a slower whole.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -243,9 +243,11 @@ def breakdown(words: list[str]) -> dict:
         except SystemExit:
             raise RuntimeError(last_line(said.getvalue())) from None
 
+    others = {ident for _, ident in spent} - {threading.get_ident()}  # threads of the script
+
     def seconds(mark, part):
-        threads = [took for (name, _), took in mark.items() if name == part]
-        return sum(threads) / (len(threads) if threads and part in ("forward", "backward") else 1)
+        took = {ident: seconds for (name, ident), seconds in mark.items() if name == part}
+        return sum(seconds / (len(others) if ident in others else 1) for ident, seconds in took.items())
 
     (start, before), (end, after) = marks[0], marks[-1]  # without the first iteration, which warms up
     iterations = len(marks) - 1
@@ -381,10 +383,9 @@ def main(args: Args) -> None:
         print(f"\nSteps/s of {first} by rollout length: L =", ", ".join(speeds))
     if not args.skip_breakdown:
         try:
-            profile = in_fresh_process(
-                breakdown, [*base, *words, "--env-groups", "1", "--total-timesteps", str(steps[1])]
-            )
-            print(f"\nAn iteration of {first}, with one group of environments, the mean of {profile['iterations']}:")
+            one_group = ["--env-groups", "1"] if about["gpu"] else []
+            profile = in_fresh_process(breakdown, [*base, *words, *one_group, "--total-timesteps", str(steps[1])])
+            print(f"\nAn iteration of {first}, the mean of {profile['iterations']}:")
             for part in PARTS:
                 print(f"{part:>15} {profile['ms_per_iteration'][part]:9,.1f} ms {profile['percent'][part]:5.1f}%")
             if profile["gpu_peak_memory_mib"]:
