@@ -69,7 +69,7 @@ def test_scripts_share_what_they_share_word_for_word():
         ("pqn_abs.py", "gns_baseline.py", "main", 35),
         ("ppo_abs.py", "p3o_abs.py", "Args", 14),
         ("ppo_abs.py", "p3o_abs.py", "main", 67),
-        ("pqn_abs.py", "ppo_abs.py", "main", 188),
+        ("pqn_abs.py", "ppo_abs.py", "main", 192),
     ],
 )
 def test_what_may_differ_differs_in_known_lines_only(original, script, name, lines):
