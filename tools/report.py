@@ -1,468 +1,631 @@
-"""Compare finished runs: the paper's figures, aggregate scores with intervals, and what BD goes together with.
+"""Compare finished runs: contrasts between arms, scores, curves, and what BD goes together with.
 
-    python tools/report.py runs/suite --out report                   games with human and random scores
-    python tools/report.py results/minatar_pilot --normalise fixed   others: relative to the fixed batch's score
+    python tools/report.py runs/suite --out report
+    python tools/report.py runs/study --label "*_open_*=Open loop" \\
+        --contrast "PQN with ABS" "PQN, L = 48" --contrast "PQN with ABS" "Open loop"
 
-Folders are searched for runs. Those with --no-adapt-rollout are the fixed batch that the others are compared with (for
-gns_baseline.py, those of pqn_abs.py too); they must be equal in all other settings, and finished. Where there are some
-of several lengths, the baseline has the --num-steps that the adaptive runs start at. A run's score is its
-charts/episodic_return (the mean of the last 100 episodes), averaged over the last tenth of its rows. Intervals are 95%
-bootstrap intervals over seeds, within each game (stratified); with few seeds they are too narrow, and hold the mean of
-normal scores in 73% (3 seeds), 83% (5) or 90% (10) of cases. Every figure, a .png in the folder --out, has its numbers
-beside it in a .csv:
+Folders are searched for runs. Settings decide a run's arm: "PQN with ABS", "PQN, L = 32". Runs of
+one name that differ in a setting which changes the numbers are different arms, and that setting
+becomes part of the name. --label "GLOB=NAME" names the runs whose folder's path matches GLOB, where
+* matches / too; it is for arms that config.json does not tell apart, and sets the order of arms.
 
-    learning_curves   return over steps
-    divergence        BD over steps                                              (the paper's figure 1)
-    batch_size        BD and batch size over steps                               (2)
-    improvement       over the fixed batch, by game                              (3)
-    rollout_max       mean improvement over L_max, where several were run        (4)
-    aggregate         interquartile mean and performance profile of normalised scores
-    signals           rank correlation of BD with other signals over a run; a table only
+A score is the mean of charts/episodic_return over the last 20% of the samples (--window), weighted
+by environment steps. A contrast is the difference of two arms' mean log scores, shown as ratio - 1
+in percent, by game and as the mean over games. A game with a score of 0 or less has no contrast.
+p is from permutations of the arms' labels within each game. Contrasts named by --contrast are the
+primary ones: with several, p_holm is corrected for their number. Intervals are 95% bootstrap
+intervals over the seeds of all arms within each game. With few seeds they are too narrow: simulated
+ones of contrasts over three games hold the truth in 85% of cases with 3 seeds, 90% with 5 and 94%
+with 12, while p holds its level.
+
+Every figure in --out has its numbers in the .csv of its name: headline (return and L of what
+adapts and of a fixed L), learning_curves, divergence, kl_divergence (of runs in which KL drives L),
+rollout_length, contrasts, aggregate (interquartile mean over steps), improvement (probability that
+a run of one arm beats one of another, over steps). Tables are scores, interquartile_means (of the
+scores) and signals (rank correlations of BD with others over a run, plain and given the step).
 """
 
 import csv
-import itertools
-import json
+import fnmatch
 import math
 import sys
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws without a screen
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from scipy.stats import spearmanr, trim_mean
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from scipy.stats import rankdata, trim_mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import plot, scores
+from tools.plot import DIVERGENCE, KL, LENGTH, RETURN, STEP, plt
 
-RETURN, DIVERGENCE, BATCH = "charts/episodic_return", "abs/behavioral_divergence", "abs/batch_size"
-SIGNALS = "abs/policy_entropy losses/entropy abs/value_variance gns/noise_scale_raw abs/kl_divergence".split()
-# What may differ between runs that are compared: what tells them apart, and what does not change the numbers.
-MAY_DIFFER = """seed env_id adapt_rollout rollout_max log_noise_scale device env_groups compile runs_dir
-    checkpoint_every resume track wandb_project_name wandb_entity wandb_group"""
-RESAMPLES, POINTS = 2000, 200  # of the bootstrap, and of a curve
+SIGNALS = {"abs/policy_entropy": "policy entropy", "losses/entropy": "policy entropy"}
+SIGNALS |= {"abs/value_variance": "value variance", "gns/noise_scale_raw": "gradient noise scale"}
+SIGNALS |= {KL: "KL divergence"}
+# Options that change no numbers, and those that do so only where L adapts.
+SILENT = """seed env_id device env_groups compile log_noise_scale runs_dir run_name resume track
+    checkpoint_every wandb_project wandb_project_name wandb_entity wandb_group""".split()
+ADAPTING = """rollout_min rollout_max adapt_frequency delta_min delta_max beta divergence_window
+    burn_in reference_states micro_batches""".split()
+RESAMPLES, PERMUTATIONS, POINTS = 4000, 20_000, 50
+ALL = "All games"
 
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # folders of runs, or folders in which they are
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # folders that hold runs
     out: Path = Path("report")  # folder for the figures and their numbers
-    normalise: Literal["human", "fixed"] = "human"
-    """what improvements are divided by: the human's score less the random agent's, or the fixed batch's own score"""
+    contrast: tyro.conf.UseAppendAction[tuple[tuple[str, str], ...]] = ()
+    """two arms, the first against the second; by default each that adapts against each fixed one
+    of the same algorithm"""
+    label: tuple[str, ...] = ()  # GLOB=NAME each: the arm of the runs in such folders
+    reference: str | None = None
+    """the arm whose mean score is 1 in pooled figures; by default the human's is 1 where all games
+    have one, else that of the first fixed L"""
+    window: float = 0.2  # share of the samples, the last ones, over which scores are taken
 
 
 @dataclass
-class Run:
-    folder: Path
-    script: str
-    game: str
-    seed: int
-    args: dict
-    columns: dict[str, np.ndarray]
+class Study:
+    arms: list[str]  # in the order of every legend
+    games: list[str]  # in the order of every figure
+    cells: dict[tuple[str, str], list[plot.Run]]  # by arm and game
+    scores: dict[tuple[str, str], np.ndarray]  # a number for each run of a cell
+    total: int  # environment steps of each run
+    window: float  # see Args
+    reference: str = ""  # the arm beside which headline shows what adapts
+    scale: dict[str, tuple[float, float]] | None = None  # scores that are 0 and 1 in pooled figures
+    unit: str = "0 = random, 1 = human"  # of pooled figures
 
-    @property
-    def condition(self) -> "Condition":
-        if self.args["adapt_rollout"]:
-            return Condition(self.script, self.args["rollout_max"], 0)
-        return Condition(family(self.script), 0, self.args["num_steps"])
+    def shared(self, *arms: str) -> list[str]:
+        """The games that all of these arms were run on."""
+        return [game for game in self.games if all((arm, game) in self.cells for arm in arms)]
 
-    @property
-    def score(self) -> float:
-        tenth = self.columns[RETURN][-max(1, len(self.columns[RETURN]) // 10) :]
-        return float(np.nanmean(tenth)) if np.isfinite(tenth).any() else math.nan
+    def runs(self, arm: str) -> list[plot.Run]:
+        return [run for game in self.shared(arm) for run in self.cells[arm, game]]
 
+    def adapts(self, arm: str) -> bool:
+        return self.runs(arm)[0].args["adapt_rollout"]
 
-class Condition(NamedTuple):
-    script: str
-    rollout_max: int  # L_max, or 0 with a fixed rollout
-    length: int  # L of a fixed rollout, or 0
+    def curves(self, arm: str, game: str, column: str) -> np.ndarray:
+        """(POINTS, runs), see curve()."""
+        return np.stack([curve(run, column) for run in self.cells[arm, game]], axis=1)
 
+    def pool(self, game: str, values: np.ndarray) -> np.ndarray:
+        """Returns or scores on the scale of pooled figures."""
+        zero, one = self.scale[game]
+        return (values - zero) / (one - zero)
 
-def family(script: str) -> str:
-    """What the script is with a fixed rollout."""
-    return "pqn_abs" if script == "gns_baseline" else script
+    def caption(self) -> str:
+        counts = [len(group) for group in self.cells.values()]
+        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        window = f"scores: means over the last {100 * self.window:g}% of the samples"
+        return f"n = {number} seeds; 95% bootstrap intervals over seeds; {window}"
 
-
-def baseline(runs: list[Run], script: str) -> Condition:
-    """The fixed rollout that a script's runs are compared with."""
-    own = [run for run in runs if family(run.script) == family(script)]
-    starts = [run.args["num_steps"] for run in own if run.args["adapt_rollout"]]
-    return Condition(family(script), 0, min(starts or [run.args["num_steps"] for run in own]))
-
-
-def fail(*messages: str):
-    for message in messages:
-        print(f"report.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    def shade(self, axis: plt.Axes) -> None:
+        """Show the samples over which scores are taken."""
+        axis.axvspan((1 - self.window) * self.total, self.total, color="0.94", zorder=0)
+        style = {"transform": axis.transAxes, "ha": "center", "va": "bottom", "fontsize": 9}
+        axis.text(1 - self.window / 2, 0.02, "scored", color="0.3", **style)
 
 
 # --- Reading ---
 
 
-def read(folder: Path) -> Run:
-    _, columns = plot.read_run(folder)
-    config = json.loads((folder / "config.json").read_text())
-    args, script = config["args"], Path(config["script"]).stem
-    for name in ("adapt_rollout", "num_steps", "rollout_max", "total_timesteps"):
-        if name not in args:
-            raise ValueError(f"{folder}/config.json has no {name}: it is from another version or script")
-    run = Run(folder, script, scores.game_name(args["env_id"]), args["seed"], args, {})
-    run.columns = {name: np.array(column) for name, column in columns.items()}
-    step = int(run.columns[plot.STEP][-1])
-    if step < args["total_timesteps"]:
-        raise ValueError(f"{folder} is at step {step:,} of {args['total_timesteps']:,}; let it finish, or leave it out")
-    if math.isnan(run.score):
-        raise ValueError(f"{folder} has no score: no episode ended in its last tenth")
-    return run
+def settings(run: plot.Run) -> dict:
+    """The options that change a run's numbers; one that is off is as one that is not there."""
+    silent = SILENT if run.args["adapt_rollout"] else SILENT + ADAPTING
+    if run.script != "gns_baseline":
+        silent = [*silent, "micro_batches"]
+    return {name: value for name, value in run.args.items() if value and name not in silent}
 
 
-def check(runs: list[Run], normalise: str) -> None:
-    """Refuse what cannot be compared."""
-    first, seen = {}, {}
+def tags(own: dict, others: list[dict]) -> str:
+    """The settings that some other run of the same name does not have, in words."""
+    words = []
+    for option, value in sorted(own.items()):
+        if any(other.get(option) != value for other in others):
+            name = option.replace("_", " ")
+            words.append(name if value is True else f"{name} {value}")
+    return ", ".join(words)
+
+
+def name_arms(runs: list[plot.Run], labels: tuple[str, ...]) -> None:
+    """Set each run's arm: its label, or its plain name and what tells it from others of that."""
+    labelled, groups = set(), defaultdict(list)
+    for label in reversed(labels):  # of two that fit, the first counts
+        glob, _, name = label.partition("=")
+        fitting = [run for run in runs if fnmatch.fnmatchcase(run.folder.as_posix(), glob)]
+        if not name or not fitting:
+            raise ValueError(f'--label "{label}" fits no run; give it as "GLOB=NAME"')
+        for run in fitting:
+            run.arm = name
+            labelled.add(run.folder)
     for run in runs:
-        for name, value in run.args.items():
-            # scripts may have settings of their own, but samples are what all have to have the same of
-            key = "total_timesteps" if name == "total_timesteps" else (family(run.script), name)
-            if name == "num_steps" and not run.args["adapt_rollout"]:
-                continue
-            only_logs = name == "micro_batches" and "log_noise_scale" in run.args
-            other, folder = first.setdefault(key, (value, run.folder))
-            if value != other and not only_logs and name not in MAY_DIFFER.split():
-                raise ValueError(f"--{name.replace('_', '-')} is {other} in {folder}, but {value} in {run.folder}")
-        other, folder = first.setdefault(run.game, (run.args["env_id"], run.folder))
-        if run.args["env_id"] != other:
-            raise ValueError(f"--env-id is {other} in {folder}, but {run.args['env_id']} in {run.folder}")
+        if run.folder not in labelled:
+            groups[run.arm].append((run, settings(run)))
+    for group in groups.values():
+        for run, own in group:
+            if differing := tags(own, [other for _, other in group]):
+                run.arm += f" ({differing})"
+
+
+def score(run: plot.Run, window: float) -> float:
+    """The mean return over the last share of the samples, weighted by environment steps."""
+    steps, returns = run.columns[STEP], run.columns[RETURN]
+    start = (1 - window) * steps[-1]
+    weights = np.diff(np.maximum(steps, start), prepend=start)
+    weights[np.isnan(returns)] = 0
+    if not weights.any():
+        raise ValueError(f"{run.folder} has no score: no episode ended before its end")
+    return float(np.average(np.nan_to_num(returns), weights=weights))
+
+
+def updates(run: plot.Run) -> float:
+    """Gradient steps; runs without a column of them made as many in each iteration, a row each."""
+    if "charts/updates" in run.columns:
+        return float(run.columns["charts/updates"][-1])
+    return float(run.args["update_epochs"] * run.args["num_minibatches"] * len(run.columns[STEP]))
+
+
+def curve(run: plot.Run, column: str) -> np.ndarray:
+    """(POINTS,): means over each 2% of the samples; NaN before the first value."""
+    known = np.isfinite(run.columns[column])
+    if not known.any():
+        return np.full(POINTS, np.nan)
+    steps, values = run.columns[STEP][known], run.columns[column][known]
+    fine = np.linspace(0, run.args["total_timesteps"], 20 * POINTS + 1)[1:]
+    before = values[0] if column == LENGTH else np.nan  # the first row's L is that of its rollout
+    return np.interp(fine, steps, values, left=before).reshape(POINTS, 20).mean(axis=1)
+
+
+def read_runs(folders: tuple[Path, ...]) -> list[plot.Run]:
+    """The finished runs in the folders; a ValueError where they cannot be compared."""
+    found = set()
+    for folder in folders:
+        inside = {path.parent for path in folder.rglob("config.json")}
+        if not inside:
+            raise ValueError(f"{folder} holds no run")
+        found |= inside
+    runs, first_of = [plot.read_run(folder) for folder in sorted(found)], {}
     for run in runs:
-        key = run.condition, run.game, run.seed
-        if key in seen:
-            raise ValueError(f"{seen[key]} and {run.folder} are the same game, settings and seed; leave one out")
-        seen[key] = run.folder
-    unknown = {run.game for run in runs} - scores.reference_scores().keys()
-    if normalise == "human" and unknown:
-        raise ValueError(f"no human score is known of {', '.join(sorted(unknown))}; use --normalise fixed")
-    if normalise == "fixed":
-        for script, game in sorted({(run.script, run.game) for run in runs}):
-            fixed = baseline(runs, script)
-            found = scores_by_game(runs, fixed).get(game)
-            if found is None or found.mean() == 0:
-                raise ValueError(f"--normalise fixed: there is no score other than 0 of {label(fixed)}, on {game}")
+        total, step = run.args["total_timesteps"], run.columns[STEP][-1]
+        if step < total:
+            where = f"{run.folder} is at step {step:,.0f} of {total:,}"
+            raise ValueError(f"{where}; let it finish, or leave it out")
+        if total != runs[0].args["total_timesteps"]:
+            raise ValueError(f"{runs[0].folder} and {run.folder} differ in --total-timesteps")
+        first = first_of.setdefault(run.game, run)
+        if run.args["env_id"] != first.args["env_id"]:
+            raise ValueError(f"{first.folder} and {run.folder} play two forms of {run.game}")
+    return runs
 
 
-def missing(runs: list[Run]) -> list[str]:
-    """The seeds that some games and conditions have and others do not."""
-    lines, seeds = [], {run.seed for run in runs}
-    for condition in sorted({run.condition for run in runs}):
-        for game in sorted({run.game for run in runs}):
-            lacking = seeds - {run.seed for run in runs if (run.condition, run.game) == (condition, game)}
-            if lacking:
-                lines.append(f"{label(condition)}, {game}: no seed {', '.join(map(str, sorted(lacking)))}")
-    return lines
+def read_study(args: Args) -> Study:
+    """All that is compared; a ValueError where it cannot be."""
+    if not args.runs:
+        raise ValueError("name at least one folder that holds runs")
+    if not 0 < args.window <= 1:
+        raise ValueError("--window must be above 0 and at most 1")
+    runs = read_runs(args.runs)
+    name_arms(runs, args.label)
+    labels = [label.partition("=")[2] for label in args.label]
+
+    def place(run: plot.Run) -> tuple:
+        if run.arm in labels:
+            return labels.index(run.arm), 0, run.arm, run.args["seed"]
+        length = 0 if run.args["adapt_rollout"] else run.args["num_steps"]
+        return len(labels), length, run.arm, run.args["seed"]
+
+    cells = defaultdict(list)
+    for run in sorted(runs, key=place):
+        cell = cells[run.arm, run.game]
+        if cell and cell[-1].args["seed"] == run.args["seed"]:
+            raise ValueError(f"{cell[-1].folder} and {run.folder} are one arm, game and seed")
+        cell.append(run)
+    arms = list(dict.fromkeys(arm for arm, _ in cells))
+    for name in [*sum(args.contrast, ()), args.reference or arms[0]]:
+        if name not in arms:
+            raise ValueError(f"no arm is called {name!r}; there are {'; '.join(arms)}")
+    values = {}
+    for cell, group in cells.items():
+        values[cell] = np.array([score(run, args.window) for run in group])
+    games = sorted({game for _, game in cells})
+    total = runs[0].args["total_timesteps"]
+    study = Study(arms, games, dict(cells), values, total, args.window)
+    for pair in args.contrast:
+        if not study.shared(*pair):
+            raise ValueError(f"{' and '.join(pair)} have no game in common")
+
+    fixed = [arm for arm in arms if not study.adapts(arm)]
+    study.reference = args.reference or [*fixed, *arms][0]
+    humans = scores.reference_scores()
+    study.scale = {run.game: humans.get(scores.game_name(run.args["env_id"])) for run in runs}
+    if args.reference or None in study.scale.values():
+        study.unit = f"1 = score of {study.reference}"
+        study.scale = {}
+        for game in study.shared(study.reference):
+            level = values[study.reference, game].mean()
+            if level > 0:
+                study.scale[game] = (0, level)
+    return study
 
 
-def label(condition: Condition) -> str:
-    signal = "noise scale" if condition.script == "gns_baseline" else "ABS"
-    how = f"{signal} to L = {condition.rollout_max}" if condition.rollout_max else f"L = {condition.length}"
-    return f"{condition.script}, {how}"
+# --- Statistics: groups are arrays (..., runs), one for each game, or for each arm and game ---
 
 
-# --- Statistics ---
+def estimate(groups: list[np.ndarray], statistic) -> np.ndarray:
+    """(3, ...): the statistic and its 95% interval, runs resampled within groups; NaN with one."""
+    value, rng, draws = statistic(groups), np.random.default_rng(0), []
+    if min(group.shape[-1] for group in groups) < 2:
+        return np.stack([value, value * np.nan, value * np.nan])
+    for group in groups:
+        number = group.shape[-1]
+        draws.append(group[..., rng.integers(number, size=(RESAMPLES, number))])
+    return np.stack([value, *np.quantile(statistic(draws), (0.025, 0.975), axis=-1)])
 
 
-def interval(groups: list[np.ndarray], statistic) -> tuple[float, float]:
-    """The 95% interval of statistic(groups), by resampling within each group; NaN where a group has a single run."""
-    if min(map(len, groups)) < 2:
-        return math.nan, math.nan
-    rng = np.random.default_rng(0)
-    draws = [statistic([rng.choice(group, len(group)) for group in groups]) for _ in range(RESAMPLES)]
-    return tuple(np.quantile(draws, (0.025, 0.975), axis=0))
+def over_steps(groups: list[np.ndarray], statistic) -> np.ndarray:
+    """(3, POINTS): estimate() of each point alone, for what would need much memory."""
+    found = [estimate(list(point), statistic) for point in zip(*groups, strict=True)]
+    return np.stack(found, axis=1)
 
 
-def interquartile_mean(groups: list[np.ndarray]) -> float:
-    """The mean of the middle half of all scores."""
-    return float(trim_mean(np.concatenate(groups), 0.25))
+def mean(groups: list[np.ndarray]) -> np.ndarray:
+    """The mean over games of the means over runs."""
+    return np.mean([group.mean(axis=-1) for group in groups], axis=0)
 
 
-def curve(runs: list[Run], column: str, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over runs at the steps of grid, NaN before all have a value, and its interval, NaN with a single run."""
-    curves = []
-    for run in runs:
-        known = np.isfinite(run.columns[column])
-        steps, values = run.columns[plot.STEP][known], run.columns[column][known]
-        curves.append(np.interp(grid, steps, values, left=np.nan) if known.any() else np.full(len(grid), np.nan))
-    curves, rng = np.array(curves), np.random.default_rng(0)
-    if len(runs) < 2:
-        return curves[0], *np.full((2, len(grid)), np.nan)
-    means = curves[rng.integers(len(curves), size=(RESAMPLES, len(curves)))].mean(axis=1)
-    return curves.mean(axis=0), *np.quantile(means, (0.025, 0.975), axis=0)
+def interquartile_mean(groups: list[np.ndarray]) -> np.ndarray:
+    """The mean of the middle half of all runs of all games."""
+    return trim_mean(np.concatenate(groups, axis=-1), 0.25, axis=-1)
 
 
-def scores_by_game(runs: list[Run], condition: Condition) -> dict[str, np.ndarray]:
-    groups = defaultdict(list)
-    for run in runs:
-        if run.condition == condition:
-            groups[run.game].append(run.score)
-    return {game: np.array(group) for game, group in sorted(groups.items())}
+def difference(groups: list[np.ndarray]) -> np.ndarray:
+    """The mean of the first half of groups, one arm's games, less that of the other arm's."""
+    half = len(groups) // 2
+    return mean(groups[:half]) - mean(groups[half:])
 
 
-def normalised(games: list[str], groups: list[np.ndarray], baselines: list[np.ndarray], normalise: str) -> list:
-    """The games' scores on a scale from random (0) to human (1), or relative to the mean of the fixed batch's.
+def improvement(groups: list[np.ndarray]) -> np.ndarray:
+    """The probability that a run of the first arm beats one of the second, mean over games."""
+    half, shares = len(groups) // 2, []
+    for first, second in zip(groups[:half], groups[half:], strict=True):
+        gain = np.sign(first[..., :, None] - second[..., None, :])  # a tie is half a win
+        shares.append((1 + gain).mean(axis=(-2, -1)) / 2)
+    return np.mean(shares, axis=0)
 
-    The latter is a part of the statistic: its noise belongs into the interval, so that it is resampled as well.
-    """
-    if normalise == "human":
-        ends = [scores.reference_scores()[game] for game in games]
-        return [(group - random) / (human - random) for group, (random, human) in zip(groups, ends, strict=True)]
-    # a fixed batch with a negative score would turn better into worse
-    return [group / abs(baseline.mean()) for group, baseline in zip(groups, baselines, strict=True)]
+
+def permutation_p(groups: list[np.ndarray]) -> float:
+    """Two-sided p of difference(groups), the arms' labels permuted within each game."""
+    half, rng = len(groups) // 2, np.random.default_rng(0)
+    firsts, seconds = [], []
+    for first, second in zip(groups[:half], groups[half:], strict=True):
+        both = np.tile(np.concatenate([first, second]), (PERMUTATIONS, 1))
+        both = rng.permuted(both, axis=1)
+        firsts.append(both[:, : len(first)])
+        seconds.append(both[:, len(first) :])
+    found = np.abs(difference(groups)) * (1 - 1e-9)  # equal ones may differ by rounding
+    as_large = np.abs(difference(firsts + seconds)) >= found
+    return float((1 + as_large.sum()) / (1 + PERMUTATIONS))
+
+
+def holm(ps: list[float]) -> list[float]:
+    """Holm's correction: the smallest p times their number, the next times one less, rising."""
+    corrected, largest = [0.0] * len(ps), 0.0
+    for rank, place in enumerate(np.argsort(ps)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[place]))
+        corrected[place] = largest
+    return corrected
+
+
+# --- Tables ---
+
+
+def columns(name: str, found: np.ndarray) -> dict[str, float]:
+    return dict(zip((name, f"{name}_low", f"{name}_high"), map(float, found), strict=True))
+
+
+def contrast_rows(study: Study, pairs: list[tuple[str, str]], primary: bool) -> list[dict]:
+    """By pair of arms: a row for each game that has logarithms, and one over all these."""
+    rows, pooled = [], []
+    for pair in pairs:
+        games = []
+        for game in study.shared(*pair):
+            if min(study.scores[arm, game].min() for arm in pair) > 0:
+                games.append(game)
+            else:
+                print(f"{game}: a score is not above 0, so no contrast of {' and '.join(pair)}")
+        for chosen in [[game] for game in games] + [games] * bool(games):
+            groups = [np.log(study.scores[arm, game]) for arm in pair for game in chosen]
+            row = {"arm": pair[0], "against": pair[1], "game": chosen[0]}
+            row |= columns("percent", 100 * np.expm1(estimate(groups, difference)))
+            row |= {"p": permutation_p(groups), "p_holm": ""}
+            rows.append(row | columns("p_improvement", estimate(groups, improvement)))
+        if games:
+            rows[-1]["game"] = ALL
+            pooled.append(rows[-1])
+    if primary:
+        for row, p in zip(pooled, holm([row["p"] for row in pooled]), strict=True):
+            row["p_holm"] = p
+    return rows
+
+
+def score_rows(study: Study) -> list[dict]:
+    rows = []
+    for (arm, game), values in study.scores.items():
+        spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
+        row = {"arm": arm, "game": game, "mean": float(values.mean()), "sd": spread}
+        steps = float(np.mean([updates(run) for run in study.cells[arm, game]]))
+        rows.append(row | {"n": len(values), "updates": steps})
+    return rows
+
+
+def correlations(run: plot.Run, signal: str) -> list[float]:
+    """BD's rank correlation with a signal, and the partial one given the step; NaN without any."""
+    table = np.array([run.columns[name] for name in (DIVERGENCE, signal, STEP)])
+    table = table[:, np.isfinite(table).all(axis=0)]
+    if table.shape[1] < 4 or (np.ptp(table, axis=1) == 0).any():
+        return [math.nan, math.nan]
+    ranks = np.corrcoef(rankdata(table, axis=1))
+    plain, bd_step, signal_step = ranks[0, 1], ranks[0, 2], ranks[1, 2]
+    rest = (1 - bd_step**2) * (1 - signal_step**2)
+    if rest < 1e-9:  # the step tells one of the two
+        return [math.nan, math.nan]
+    return [plain, (plain - bd_step * signal_step) / math.sqrt(rest)]
+
+
+def signal_rows(study: Study) -> list[dict]:
+    """By arm and signal: means over a game's runs, and over games."""
+    rows = []
+    for arm in study.arms:
+        for column, signal in SIGNALS.items():
+            groups = []
+            for game in study.shared(arm):
+                runs = [run for run in study.cells[arm, game] if column in run.columns]
+                found = np.array([correlations(run, column) for run in runs]).reshape(-1, 2).T
+                found = found[:, np.isfinite(found).all(axis=0)]
+                if found.size:
+                    groups.append(found)
+            if groups:
+                plain, partial = estimate(groups, mean).T
+                row = {"arm": arm, "signal": signal} | columns("correlation", plain)
+                rows.append(row | columns("given_step", partial))
+    return rows
+
+
+def show(name: str, rows: list[dict]) -> None:
+    """Print a table in Markdown, numbers with three digits."""
+    print(f"\n{name}\n\n| {' | '.join(rows[0])} |\n" + "|---" * len(rows[0]) + "|")
+    for row in rows:
+        cells = []
+        for value in row.values():
+            if isinstance(value, float):
+                value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+            cells.append(str(value))
+        print(f"| {' | '.join(cells)} |")
 
 
 # --- Figures ---
 
 
-def save(figure: plt.Figure | None, out: Path, name: str, rows: list[dict]) -> None:
+def save_rows(out: Path, name: str, rows: list[dict]) -> None:
     with open(out / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(
-            {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
-        )
-    if figure:
-        figure.savefig(out / f"{name}.png", dpi=140)
-        plt.close(figure)
+        writer = csv.writer(file)
+        writer.writerow(rows[0])
+        for row in rows:
+            values = row.values()
+            writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in values)
 
 
-def panels(number: int, height: float = 2.6) -> tuple[plt.Figure, list]:
-    columns = min(3, number)
-    lines = -(-number // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(3.4 * columns + 1, height * lines + 0.6), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[number:]:
-        axis.set_visible(False)
-    for axis in axes.flat[:number]:
-        axis.grid(color="0.9")
-        axis.set_axisbelow(True)
-    return figure, list(axes.flat[:number])
+def save_figure(out: Path, name: str, study: Study, figure: plt.Figure, about: str = "") -> None:
+    """Write a figure with its caption below."""
+    figure.supxlabel(about + study.caption(), fontsize=9, color="0.3")
+    figure.savefig(out / f"{name}.png", dpi=160)
+    plt.close(figure)
 
 
-def draw_curves(runs: list[Run], columns: dict[str, str], colours: dict, out: Path, name: str) -> None:
-    """A panel a game, a colour a condition; a second column of numbers gets an axis of its own, and dashes."""
-    games = sorted({run.game for run in runs})
-    figure, axes = panels(len(games))
-    grid = np.linspace(0, runs[0].args["total_timesteps"], POINTS + 1)[1:]
-    rows, handles = [], {}
-    for axis, game in zip(axes, games, strict=True):
-        twin = axis.twinx() if len(columns) == 2 else None
-        for (column, title), canvas in zip(columns.items(), (axis, twin), strict=False):
-            for condition, colour in colours.items():
-                chosen = [run for run in runs if (run.condition, run.game) == (condition, game)]
-                if chosen:
-                    mean, low, high = curve(chosen, column, grid)
-                    style = {"color": colour, "linestyle": "--" if canvas is twin else "-"}
-                    canvas.plot(grid, mean, label=label(condition), linewidth=1.4, **style)
-                    canvas.fill_between(grid, low, high, color=colour, alpha=0.2, linewidth=0)
-                    about = {"game": game, "condition": label(condition), "column": column, "seeds": len(chosen)}
-                    points = zip(grid.tolist(), mean.tolist(), low.tolist(), high.tolist(), strict=True)
-                    rows += [about | dict(zip(("step", "mean", "low", "high"), point, strict=True)) for point in points]
-            canvas.set_ylabel(title + (", dashed" if canvas is twin else ""))
-        handles |= {line.get_label(): line for line in axis.get_lines()}
-        axis.set_title(game)
-        axis.set_xlabel("Environment steps")
-        axis.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-        if DIVERGENCE in columns:
-            axis.set_ylim(-0.03, 1.03)
-        if twin:
-            twin.set_ylim(bottom=0)
-    figure.legend(handles=[*handles.values()], loc="outside upper center", ncols=2, frameon=False)
-    save(figure, out, name, rows)
+def panels(number: int, height: float, **options) -> tuple[plt.Figure, np.ndarray]:
+    """A figure as wide as a page, and axes in rows of three."""
+    width = min(3, number)
+    lines = -(-number // width)
+    options |= {"figsize": (8, lines * height + 0.7), "layout": "constrained"}
+    figure, axes = plt.subplots(lines, width, squeeze=False, **options)
+    for axis in axes.ravel()[number:]:
+        axis.remove()
+    return figure, axes.ravel()[:number]
 
 
-def improvements(runs: list[Run], condition: Condition, normalise: str) -> tuple[list[dict], dict | None]:
-    """By game and on average, in percent: the normalised score of a condition less that of the fixed batch."""
-    adaptive, fixed = (scores_by_game(runs, c) for c in (condition, baseline(runs, condition.script)))
-    games, rows = sorted(adaptive.keys() & fixed.keys()), []
-
-    for name, chosen in [(game, [game]) for game in games] + [("mean", games)] * bool(games):
-
-        def mean_difference(groups, chosen=chosen):  # the games' adaptive scores, then their fixed ones
-            half = len(chosen)
-            ours, theirs = (
-                normalised(chosen, part, groups[half:], normalise) for part in (groups[:half], groups[half:])
-            )
-            return 100 * np.mean([a.mean() - f.mean() for a, f in zip(ours, theirs, strict=True)])
-
-        groups = [by_game[game] for by_game in (adaptive, fixed) for game in chosen]
-        low, high = interval(groups, mean_difference)
-        row = {"condition": label(condition), "game": name, "improvement_percent": mean_difference(groups)}
-        rows.append(row | {"low": low, "high": high, "runs": sum(map(len, groups))})
-    return rows[:-1], rows[-1] if rows else None
-
-
-def draw_improvements(runs: list[Run], normalise: str, out: Path) -> list[dict]:
-    conditions = sorted({run.condition for run in runs} - {baseline(runs, run.script) for run in runs})
-    results = {condition: improvements(runs, condition, normalise) for condition in conditions}
-    results = {condition: (rows, mean) for condition, (rows, mean) in results.items() if mean}
-    if not results:
+def band(axis: plt.Axes, study: Study, found: np.ndarray, arm: str) -> list[dict]:
+    """Draw an arm's curve over steps and its interval; returns the numbers as rows."""
+    if np.isnan(found[0]).all():
         return []
-    figure, axes = panels(len(results), height=1.2 + 0.3 * max(len(rows) for rows, _ in results.values()))
-    unit = "% of human less random" if normalise == "human" else "% of the fixed batch's score"
-    for axis, (condition, (rows, mean)) in zip(axes, results.items(), strict=True):
-        rows = [*sorted(rows, key=lambda row: row["improvement_percent"]), mean]
-        for place, row in enumerate(rows):
-            value = row["improvement_percent"]
-            colour = "0.4" if row is mean else plot.COLOURS[0] if value >= 0 else plot.COLOURS[2]
-            axis.barh(place, value, color=colour, height=0.7)
-            axis.plot([row["low"], row["high"]], [place, place], color="black", linewidth=1)
-        axis.set_yticks(range(len(rows)), [row["game"] for row in rows])
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_title(label(condition), fontsize=10)
-    limits = np.array([axis.get_xlim() for axis in axes])
-    for axis in axes:  # one scale
-        axis.set_xlim(limits.min(), limits.max())
-    figure.supxlabel(f"Improvement, {unit}", fontsize=9)
-    table = [row for rows, mean in results.values() for row in [*rows, mean]]
-    save(figure, out, "improvement", table)
-
-    results = {condition: result for condition, result in results.items() if condition.rollout_max}
-    if len({condition.rollout_max for condition in results}) > 1:
-        figure, (axis,) = panels(1)
-        for script, colour in zip(sorted({condition.script for condition in results}), plot.COLOURS, strict=False):
-            points = [(c.rollout_max, mean) for c, (_, mean) in sorted(results.items()) if c.script == script]
-            x, means = zip(*points, strict=True)
-            axis.plot(x, [mean["improvement_percent"] for mean in means], "o-", color=colour, label=script)
-            axis.vlines(x, *([mean[end] for mean in means] for end in ("low", "high")), color=colour)
-        axis.axhline(0, color="black", linewidth=0.8)
-        axis.set_xlabel("L_max")
-        axis.set_ylabel(f"Mean improvement,\n{unit}")
-        axis.legend(frameon=False)
-        save(figure, out, "rollout_max", [mean for _, mean in results.values()])
-    return table
-
-
-def draw_aggregate(runs: list[Run], normalise: str, colours: dict, out: Path) -> list[dict]:
-    rows, table, everything = [], [], {}
-    figure, (left, right) = panels(2)
-    for condition in colours:
-        fixed, by_game = baseline(runs, condition.script), scores_by_game(runs, condition)
-        groups = list(by_game.values())
-        if normalise == "fixed" and condition != fixed:  # what is resampled, see normalised()
-            groups += [scores_by_game(runs, fixed)[game] for game in by_game]
-        everything[condition] = list(by_game), groups
-
-    def on_scale(games, groups):
-        return normalised(games, groups[: len(games)], groups[-len(games) :], normalise)
-
-    every_score = np.concatenate([score for games, groups in everything.values() for score in on_scale(games, groups)])
-    low, high = min(0, every_score.min()), every_score.max()
-    thresholds = np.linspace(low, high + 0.02 * (high - low), 100)
-    for place, (condition, (games, groups)) in enumerate(everything.items()):
-        colour, number = colours[condition], sum(map(len, groups[: len(games)]))
-
-        def middle(groups, games=games):
-            return interquartile_mean(on_scale(games, groups))
-
-        def profile(groups, games=games):  # a game counts the same whatever its number of seeds
-            return np.mean([(group[:, None] > thresholds).mean(axis=0) for group in on_scale(games, groups)], axis=0)
-
-        value, (low, high) = middle(groups), interval(groups, middle)
-        left.plot([low, high], [place, place], color=colour, linewidth=8, alpha=0.4, solid_capstyle="butt")
-        left.plot(value, place, "o", color=colour)
-        table.append({"condition": label(condition), "statistic": "IQM", "at": "", "value": value})
-        table[-1] |= {"low": low, "high": high, "runs": number}
-        share = profile(groups)
-        lows, highs = (np.broadcast_to(end, share.shape) for end in interval(groups, profile))
-        right.plot(thresholds, share, color=colour, label=label(condition))
-        right.fill_between(thresholds, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        points = zip(thresholds.tolist(), share.tolist(), lows.tolist(), highs.tolist(), strict=True)
-        names = "at", "value", "low", "high"
-        about = {"condition": label(condition), "statistic": "share of runs above"}
-        rows += [about | dict(zip(names, point, strict=True)) | {"runs": number} for point in points]
-    unit = "human-normalised" if normalise == "human" else "relative to the fixed batch"
-    left.set_yticks(range(len(colours)), map(label, colours))
-    left.set_ylim(-0.7, len(colours) - 0.3)
-    left.set_xlabel(f"Interquartile mean,\n{unit}")
-    right.set_xlabel(f"Score, {unit}")
-    right.set_ylabel("Share of runs above")
-    save(figure, out, "aggregate", table + rows)
-    return table
-
-
-def signals(runs: list[Run], out: Path) -> list[dict]:
-    """The rank correlation of BD with each signal over a run: its mean over a condition's runs, and an interval."""
+    steps = (np.arange(POINTS) + 0.5) * study.total / POINTS
+    colour = plot.COLOURS[study.arms.index(arm) % len(plot.COLOURS)]
+    width, place = (2, 3) if study.adapts(arm) else (1.3, 2)  # what adapts lies on top
+    axis.plot(steps, found[0], color=colour, label=arm, linewidth=width, zorder=place)
+    axis.fill_between(steps, found[1], found[2], color=colour, alpha=0.16, linewidth=0)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.set_xlim(0, study.total)
+    axis.set_xlabel("Environment steps")
     rows = []
-    for condition in sorted({run.condition for run in runs}):
-        for name in SIGNALS:
-            by_game = defaultdict(list)
-            for run in runs:
-                if run.condition == condition and name in run.columns:
-                    pairs = np.array([run.columns[DIVERGENCE], run.columns[name]])
-                    pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
-                    if pairs.shape[1] > 2 and (pairs.min(axis=1) < pairs.max(axis=1)).all():
-                        by_game[run.game].append(spearmanr(*pairs).statistic)
-            groups = [np.array(group) for group in by_game.values()]
-            if groups:
-                mean = float(np.mean([group.mean() for group in groups]))
-                low, high = interval(groups, lambda groups: np.mean([group.mean() for group in groups]))
-                row = {"condition": label(condition), "signal": name, "rank_correlation_with_BD": mean}
-                rows.append(row | {"low": low, "high": high, "runs": sum(map(len, groups))})
-    if rows:
-        save(None, out, "signals", rows)
+    for step, value, low, high in zip(steps.tolist(), *found.tolist(), strict=True):
+        rows.append({"arm": arm, "step": step, "value": value, "low": low, "high": high})
     return rows
 
 
-def show(title: str, rows: list[dict]) -> None:
-    """A table in Markdown."""
-    if rows:
-        print(f"\n{title}\n\n| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
-        for row in rows:
-            print("| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
+def draw_games(study: Study, out: Path, name: str, column: str) -> None:
+    """A panel a game, a curve an arm; a divergence only of the arms whose L it drives."""
+    arms = [arm for arm in study.arms if column in (RETURN, LENGTH, study.runs(arm)[0].signal)]
+    if not arms:
+        return
+    figure, axes = panels(len(study.games), 2.2, sharey=column != RETURN)
+    rows = []
+    for axis, game in zip(axes, study.games, strict=True):
+        runs = []
+        for arm in arms:
+            if (arm, game) in study.cells:
+                runs += study.cells[arm, game]
+                found = estimate([study.curves(arm, game, column)], mean)
+                for row in band(axis, study, found, arm):
+                    rows.append({"game": game} | row)
+        axis.set_title(game, fontsize=10)
+        if column == RETURN:
+            study.shade(axis)
+        else:
+            plot.draw_limits(axis, runs, column)
+    figure.supylabel(plot.TITLES[column], fontsize=10)
+    plot.legend(figure)
+    save_figure(out, name, study, figure)
+    save_rows(out, name, rows)
+
+
+def draw_headline(study: Study, out: Path) -> None:
+    """What adapts beside a fixed L, pooled over games: return above, L below."""
+    adapting = [arm for arm in study.arms if study.adapts(arm)]
+    pair = list(dict.fromkeys([*adapting[:1], study.reference]))
+    games = [game for game in study.shared(*pair) if game in study.scale]
+    if not games:
+        return
+    options = {"sharex": True, "height_ratios": (3, 2), "layout": "constrained"}
+    figure, axes = plt.subplots(2, figsize=(8, 5), **options)
+    rows = []
+    for arm in pair:
+        returns = [study.pool(game, study.curves(arm, game, RETURN)) for game in games]
+        lengths = [study.curves(arm, game, LENGTH) for game in games]
+        for axis, column, groups in zip(axes, (RETURN, LENGTH), (returns, lengths), strict=True):
+            for row in band(axis, study, estimate(groups, mean), arm):
+                rows.append({"column": column} | row)
+    study.shade(axes[0])
+    axes[0].set_xlabel("")
+    axes[0].set_ylabel(f"Return\n({study.unit})")
+    axes[1].set_ylabel("Rollout length L")
+    plot.draw_limits(axes[1], [run for arm in pair for run in study.runs(arm)], LENGTH)
+    names = ", ".join(games) if len(games) < 6 else f"{len(games)} games"
+    plot.legend(figure)
+    save_figure(out, "headline", study, figure, f"Games: {names}\n")
+    save_rows(out, "headline", rows)
+
+
+def draw_contrasts(study: Study, out: Path, rows: list[dict]) -> None:
+    """A panel a pair of arms, a line a game: the change in score and its interval."""
+    pairs = list(dict.fromkeys((row["arm"], row["against"]) for row in rows))
+    lines = [*study.games, ALL]
+    figure, axes = panels(len(pairs), 1.1 + 0.22 * len(lines), sharey=True)
+    for axis, pair in zip(axes, pairs, strict=True):
+        chosen = [row for row in rows if (row["arm"], row["against"]) == pair]
+        for row in chosen:
+            place = lines.index(row["game"])
+            colour = plot.COLOURS[0] if row["game"] == ALL else "0.5"
+            axis.plot([row["percent_low"], row["percent_high"]], [place, place], color=colour)
+            axis.plot(row["percent"], place, "o", color=colour)
+        axis.axvline(0, color="0.2", linewidth=0.9)
+        axis.set_yticks(range(len(lines)), lines)
+        axis.set_ylim(len(lines) - 0.5, -0.5)
+        axis.set_title(f"{pair[0]}\nagainst {pair[1]}", fontsize=10)
+        axis.xaxis.set_major_formatter("{x:g}%")
+        change, p, corrected = (chosen[-1][name] for name in ("percent", "p", "p_holm"))
+        p_text = f"Holm's p = {corrected:.3g}" if corrected else f"p = {p:.3g}"
+        axis.set_xlabel(f"{change:+.1f}%, {p_text}", color=plot.COLOURS[0])
+    ends = np.array([axis.get_xlim() for axis in axes])
+    for axis in axes:
+        axis.set_xlim(ends.min(), ends.max())
+    save_figure(out, "contrasts", study, figure, "Change in score. ")
+
+
+def draw_improvement(study: Study, out: Path, pairs: list[tuple[str, str]]) -> None:
+    """A panel a pair of arms: the probability of improvement over steps."""
+    figure, axes = panels(len(pairs), 2.2, sharey=True)
+    rows = []
+    for axis, pair in zip(axes, pairs, strict=True):
+        games = study.shared(*pair)
+        groups = [study.curves(arm, game, RETURN) for arm in pair for game in games]
+        for row in band(axis, study, over_steps(groups, improvement), pair[0]):
+            rows.append({"against": pair[1]} | row)
+        axis.axhline(0.5, color="0.2", linewidth=0.9)
+        axis.set_ylim(0, 1)
+        axis.set_title(f"{pair[0]}\nagainst {pair[1]}", fontsize=10)
+    figure.supylabel("Probability of improvement", fontsize=10)
+    save_figure(out, "improvement", study, figure)
+    save_rows(out, "improvement", rows)
+
+
+def draw_aggregate(study: Study, out: Path) -> list[dict]:
+    """The arms' interquartile means over steps; returns those of the scores."""
+    games = [game for game in study.shared(*study.arms) if game in study.scale]
+    left_out = [game for game in study.games if game not in games]
+    if left_out:
+        print(f"left out of pooled figures: {', '.join(left_out)}")
+    if not games:
+        return []
+    figure, (axis,) = panels(1, 3.2)
+    table, rows = [], []
+    for arm in study.arms:
+        groups = [study.pool(game, study.curves(arm, game, RETURN)) for game in games]
+        rows += band(axis, study, over_steps(groups, interquartile_mean), arm)
+        groups = [study.pool(game, study.scores[arm, game]) for game in games]
+        table.append({"arm": arm} | columns("IQM", estimate(groups, interquartile_mean)))
+    study.shade(axis)
+    axis.set_ylabel(f"Interquartile mean return\n({study.unit})")
+    plot.legend(figure)
+    save_figure(out, "aggregate", study, figure)
+    save_rows(out, "aggregate", rows)
+    return table
+
+
+def write(study: Study, named: tuple[tuple[str, str], ...], out: Path) -> dict[str, list[dict]]:
+    """Write all figures and their numbers; returns the tables."""
+    pairs = list(dict.fromkeys(named))
+    for first in [] if named else study.arms:
+        for second in study.arms:
+            alike = study.runs(first)[0].algorithm == study.runs(second)[0].algorithm
+            opposed = study.adapts(first) and not study.adapts(second)
+            if alike and opposed and study.shared(first, second):
+                pairs.append((first, second))
+    draw_headline(study, out)
+    draw_games(study, out, "learning_curves", RETURN)
+    draw_games(study, out, "divergence", DIVERGENCE)
+    draw_games(study, out, "kl_divergence", KL)
+    draw_games(study, out, "rollout_length", LENGTH)
+    tables = {"scores": score_rows(study)}
+    tables["contrasts"] = contrast_rows(study, pairs, bool(named) and len(pairs) > 1)
+    tables["interquartile_means"] = draw_aggregate(study, out)
+    tables["signals"] = signal_rows(study)
+    tables = {name: rows for name, rows in tables.items() if rows}
+    for name, rows in tables.items():
+        save_rows(out, name, rows)
+    if "contrasts" in tables:
+        draw_contrasts(study, out, tables["contrasts"])
+    if pairs:
+        draw_improvement(study, out, pairs)
+    return tables
 
 
 def main(args: Args) -> None:
-    if not args.runs:
-        fail("name at least one folder that holds runs")
-    found = {folder: [path.parent for path in folder.rglob("config.json")] for folder in args.runs}
-    runs, problems = [], [f"{folder} holds no run" for folder in found if not found[folder]]
-    for folder in sorted(set(itertools.chain(*found.values()))):
-        try:
-            runs.append(read(folder))
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        fail(*problems)
     try:
-        check(runs, args.normalise)
+        study = read_study(args)
     except ValueError as error:
-        fail(str(error))
+        plot.fail(str(error))
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "learning_curves.csv").touch()
+        temporary = tempfile.TemporaryDirectory(dir=args.out)
     except OSError as error:
-        fail(f"--out {args.out}: {error.strerror}")
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False})
-    adaptive_first = sorted(
-        {run.condition for run in runs}, key=lambda condition: (not condition.rollout_max, condition)
-    )
-    colours = dict(zip(adaptive_first, itertools.cycle(plot.COLOURS), strict=False))
-    draw_curves(runs, {RETURN: "Return"}, colours, args.out, "learning_curves")
-    draw_curves(runs, {DIVERGENCE: "Behavioural Divergence"}, colours, args.out, "divergence")
-    adaptive = [run for run in runs if run.args["adapt_rollout"]]
-    if adaptive:
-        columns = {DIVERGENCE: "Behavioural Divergence", BATCH: "Batch size"}
-        draw_curves(adaptive, columns, colours, args.out, "batch_size")
-    show("Improvement over the fixed batch", draw_improvements(runs, args.normalise, args.out))
-    show("Normalised scores", draw_aggregate(runs, args.normalise, colours, args.out))
-    show("What BD goes together with", signals(runs, args.out))
-    for line in missing(runs):
-        print(f"missing: {line}")
-    print(f"\n{len(runs)} runs; figures and numbers: {args.out}")
+        plot.fail(f"--out {args.out} can't be written: {error.strerror}")
+    try:
+        with temporary:
+            tables = write(study, args.contrast, Path(temporary.name))
+            for path in Path(temporary.name).iterdir():
+                path.replace(args.out / path.name)
+    except OSError as error:
+        plot.fail(f"can't write to {args.out}: {error.strerror}", status=1)
+    for name, rows in tables.items():
+        show(name, rows)
+    print(f"\n{study.caption()}\nfigures and numbers: {args.out}")
 
 
 if __name__ == "__main__":
