@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python examples/minatar_abs.py --env-id space_invaders
     OMP_NUM_THREADS=1 python examples/minatar_abs.py --env-id space_invaders --no-adapt-rollout
 
-Everything is pqn_abs.py's but make_envs, QNetwork and some defaults; it needs `pip install MinAtar`.
+make_envs, QNetwork and some defaults replace those of pqn_abs.py. It needs `pip install MinAtar`.
 Networks as small as this one run faster on one thread than on two: run a seed on each core.
 """
 
