@@ -10,6 +10,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import minatar_abs  # replaces parts of pqn_abs.py
+
 import pqn_abs
 
 SCHEDULE = np.loadtxt(Path(__file__).with_name("schedule.csv"), delimiter=",", skiprows=1)
