@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,17 +96,17 @@ def test_contrasts_by_hand(tmp_path):
     assert [row["game"] for row in rows] == ["Asterix", "Breakout", "All games"]
     for game, row in zip(["asterix", "breakout"], rows, strict=False):
         expected = 100 * np.expm1(log_ratio([OURS[game]], [THEIRS[game]]))
-        assert float(row["percent"]) == pytest.approx(expected, rel=1e-4)
+        assert float(row["change"]) == pytest.approx(expected, rel=1e-4)
     pooled, games = rows[2], list(OURS)
     found = log_ratio(OURS.values(), THEIRS.values())
-    assert float(pooled["percent"]) == pytest.approx(100 * np.expm1(found), rel=1e-4)
+    assert float(pooled["change"]) == pytest.approx(100 * np.expm1(found), rel=1e-4)
     draws = [[], []]
     for arm, values in enumerate((OURS, THEIRS)):
         for by_game in itertools.product(*(resampled(values[game]) for game in games)):
             draws[arm].append(np.mean([np.log(draw).mean() for draw in by_game]))
     spread = np.subtract.outer(*draws).ravel()
     expected = 100 * np.expm1(np.quantile(spread, [0.025, 0.975]))
-    ends = [float(pooled["percent_low"]), float(pooled["percent_high"])]
+    ends = [float(pooled["change_low"]), float(pooled["change_high"])]
     assert ends == pytest.approx(expected, abs=1.5)
     labels = itertools.product(*(relabelled(OURS[game], THEIRS[game]) for game in games))
     drawn = np.array([log_ratio(*zip(*choice, strict=True)) for choice in labels])
@@ -257,14 +258,17 @@ def test_a_label_sets_the_order_of_arms(tmp_path):
     assert table(out / "contrasts.csv")[0]["p_holm"] == ""  # a single one needs no correction
 
 
-def test_scores_without_logarithm_are_named(tmp_path, capsys):
-    make_arm(tmp_path / "runs", "abs", {"breakout": [1.0, 2.0], "ALE/Pong-v5": [-20.0, 3.0]})
-    make_arm(
-        tmp_path / "runs", "fixed", {"breakout": [1.0, 1.5], "ALE/Pong-v5": [2.0, 3.0]}, **FIXED
-    )
-    rows = table(make_report(tmp_path) / "contrasts.csv")
-    assert [row["game"] for row in rows] == ["Breakout", "All games"]
-    assert "Pong: a score is not above 0, so no contrast" in capsys.readouterr().out
+def test_a_game_without_logarithms_is_in_points(tmp_path, capsys):
+    games = {"breakout": [1.0, 2.0], "freeway": [0.0, 3.0]}
+    make_arm(tmp_path / "runs", "abs", games)
+    make_arm(tmp_path / "runs", "fixed", {"breakout": [1.0, 1.5], "freeway": [2.0, 5.0]}, **FIXED)
+    first, second, pooled = table(make_report(tmp_path) / "contrasts.csv")
+    assert (second["game"], second["unit"], second["change"]) == ("Freeway", "points", "-2")
+    assert first["game"] == "Breakout" and first["change"] == pooled["change"] != second["change"]
+    assert "Freeway: a score is not above 0" in capsys.readouterr().out
+    for folder in (tmp_path / "runs").glob("*breakout*"):
+        shutil.rmtree(folder)
+    assert len(table(make_report(tmp_path) / "contrasts.csv")) == 1
 
 
 @pytest.mark.parametrize(
@@ -359,5 +363,5 @@ def test_the_pilot(tmp_path):
     assert (row["arm"], row["game"]) == ("PQN with ABS", "Asterix")
     assert float(row["mean"]) == pytest.approx(np.mean(means), rel=1e-4)
     rows = table(out / "contrasts.csv")
-    assert len(rows) == 8 and float(rows[3]["percent"]) == pytest.approx(4.3, abs=0.1)
+    assert len(rows) == 8 and float(rows[3]["change"]) == pytest.approx(4.3, abs=0.1)
     assert float(rows[7]["p_holm"]) == pytest.approx(2 * float(rows[7]["p"]), rel=1e-4)
