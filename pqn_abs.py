@@ -7,10 +7,10 @@
 
 PQN [arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a
 replay buffer nor a target network: play L steps in E environments, learn from them, start anew.
-ABS [arXiv 2605.21557] lets L follow the policy. Every K-th iteration it keeps a copy θ_old of the
-network from before the updates, and measures after them in what share of states the greedy action
-has changed: the Behavioural Divergence (BD) δ_π. A volatile policy gets short rollouts and small
-batches, a stable one long rollouts and large batches:
+ABS [arXiv 2605.21557] lets L follow the policy. In every K-th iteration it copies the network to
+θ_old, updates θ, and measures in what share of the rollout's states, a sample B_ref, the greedy
+action has changed: the Behavioural Divergence (BD) δ_π. A volatile policy gets short rollouts and
+small batches, a stable one long rollouts and large batches:
 
     δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ],    s_i ~ B_ref
     α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
@@ -23,8 +23,8 @@ own, replace make_envs or QNetwork, as examples/minatar_abs.py does.
 One GPU, the paper's settings:   python pqn_abs.py --env-id BreakoutNoFrameskip-v4
 A laptop without a GPU:          python pqn_abs.py --env-id BreakoutNoFrameskip-v4 --episodic-life \
                                      --num-envs 32 --num-minibatches 16 --adapt-frequency 10 \
-                                    --exploration-fraction 0.2 --end-e 0.01 --total-timesteps 500000
-Several GPUs:                    torchrun --nproc-per-node 4 pqn_abs_xl.py --size s
+                                     --exploration-fraction 0.2 --end-e 0.01 \
+                                     --total-timesteps 500000
 Plain PQN, L = 32 throughout:    python pqn_abs.py --no-adapt-rollout
 By the rules of ABS's own code:  python pqn_abs.py --episodic-life --num-steps 16 --burn-in 10 \
                                      --divergence-window 20 --scale-epochs
@@ -45,8 +45,8 @@ from pathlib import Path
 from typing import Literal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads of PyTorch soon free their cores
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: its idle threads soon free cores
 
 import ale_py
 import gymnasium
@@ -88,11 +88,11 @@ class Args:
     delta_min: float = 0.05  # [δ_min] BD at and below which the policy counts as stable
     delta_max: float = 0.95  # [δ_max] BD at and above which it counts as volatile
     beta: float = 0.1  # [β] smoothing of L_adapt; from ABS's own code, not in the paper
-    reference_states: int = 2048  # [M] states in which BD is measured; from there, too
-    divergence_window: int = 1  # L follows the mean of the last so many BDs; ABS's own code: 20
-    burn_in: int = 0  # L stays until there are so many measurements; ABS's own code: 10
-    scale_epochs: bool = False  # N_epochs · L / base_steps passes, where that is more than N_epochs
-    base_steps: int = 32  # L from which --scale-epochs adds passes
+    reference_states: int = 2048  # [M] size of B_ref, at most the batch; from ABS's own code
+    divergence_window: int = 1  # measurements whose mean L follows; ABS's own code: 20
+    burn_in: int = 0  # measurement with which L begins to move; ABS's own code: 10
+    scale_epochs: bool = False  # max(N_epochs, N_epochs · L // base_steps) passes, as in that code
+    base_steps: int = 32  # L above which --scale-epochs adds passes
 
     device: str = "auto"  # auto (CUDA where there is one, else the CPU), cpu, cuda:1, mps, ...
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of all layers but the last
@@ -101,7 +101,7 @@ class Args:
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
     resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
     track: bool = False  # send the metrics to Weights & Biases too
-    wandb_project_name: str = "adaptive-batch-scaling"  # its project
+    wandb_project: str = "adaptive-batch-scaling"  # its project
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
@@ -145,7 +145,7 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly; dividing conv1's weights by 255 spares the pixels.
+        # bfloat16 holds 0 to 255 exactly. Weights / 255 are fewer divisions than pixels / 255.
         x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.float()
@@ -227,7 +227,7 @@ def rollout_length(
     L_adapt ← (1 - β) L_adapt + β L'
 
     The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
-    policy (α = 0) would never grow. So it is a constant of its own here, β.
+    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -242,7 +242,7 @@ def main(args: Args) -> Path:
     check(args)
     device, bfloat16 = pick_device(args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    chunk_size = 512 if device.type == "cpu" else 10**6  # transitions in a pass: a CPU's cache
+    chunk_size = 512 if device.type == "cpu" else 10**6  # transitions in a pass (a CPU's cache)
 
     torch.manual_seed(args.seed)
     envs = make_envs(args)
@@ -259,25 +259,25 @@ def main(args: Args) -> Path:
     divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
 
     # Room for the longest rollout. Observations are kept once, as they come: uint8 on Atari.
-    longest = max(round(adaptive_length), args.rollout_max if args.adapt_rollout else 1)
+    longest = args.rollout_max if args.adapt_rollout else args.num_steps
     first_obs, info = envs.reset(seed=fresh_seed(args.seed, iteration))
     next_obs = torch.from_numpy(first_obs).to(device)
     obs = next_obs.new_zeros((longest, *next_obs.shape))
     actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
     values = torch.zeros((longest + 1, num_envs), device=device)  # max_a Q(s_t, a), up to t = L
-    final_values = torch.zeros((longest, num_envs), device=device)  # the same of cut episodes' ends
+    final_values = torch.zeros((longest, num_envs), device=device)  # max_a Q of cut episodes' ends
     rewards = torch.zeros((longest, num_envs), device=device)
     terminated = torch.zeros((longest, num_envs), dtype=torch.bool, device=device)
     truncated = torch.zeros((longest, num_envs), dtype=torch.bool, device=device)
-    lives = info.get("lives")
+    lives = info.get("lives")  # for --episodic-life
     lost_life = np.zeros(num_envs, bool)
     check_seams(args, envs, info, q_network(next_obs))
     run = Run(args, device, bfloat16, saved)
 
-    while global_step < args.total_timesteps and not run.interrupted:
+    while global_step < args.total_timesteps and not run.stopped:
         iteration += 1
         seed = fresh_seed(args.seed, iteration)
-        torch.manual_seed(seed)
+        torch.manual_seed(seed)  # anew in each iteration: there is no RNG state to save
         length = round(adaptive_length)
         batch_size = length * num_envs
         # K counts iterations: BD compares the policies before and after every K-th one's updates.
@@ -307,7 +307,7 @@ def main(args: Args) -> Path:
                 final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
                 with torch.no_grad(), autocast:
                     final_values[t, truncated[t]] = q_network(final_obs).float().max(-1).values
-            if args.episodic_life:  # a lost life leaves fewer; a new game, after its end, has more
+            if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
                 lost_life = ended & (info["lives"] < lives)
                 lives = info["lives"]
             global_step += num_envs
@@ -316,10 +316,10 @@ def main(args: Args) -> Path:
             values[length] = q_network(next_obs).float().max(-1).values
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-        cut = truncated[:length]
-        next_values = torch.where(cut, final_values[:length], values[1 : length + 1])
+        was_cut = truncated[:length]
+        next_values = torch.where(was_cut, final_values[:length], values[1 : length + 1])
         returns = lambda_returns(
-            rewards[:length], next_values, terminated[:length], cut, args.gamma, args.q_lambda
+            rewards[:length], next_values, terminated[:length], was_cut, args.gamma, args.q_lambda
         )
         b_obs = obs[:length].flatten(0, 1)
         b_actions, b_returns = actions[:length].flatten(), returns.flatten()
@@ -330,13 +330,13 @@ def main(args: Args) -> Path:
             shuffled = torch.randperm(batch_size, device=device)
             for minibatch in shuffled.tensor_split(args.num_minibatches):
                 optimizer.zero_grad()
-                for chunk in minibatch.split(chunk_size):  # the chunks' gradients add up
+                for chunk in minibatch.tensor_split(math.ceil(len(minibatch) / chunk_size)):
                     with autocast:
                         q_values = q_network(b_obs.index_select(0, chunk)).float()
                     q_taken = q_values.gather(1, b_actions[chunk, None]).squeeze(1)
                     td_loss = F.mse_loss(q_taken, b_returns[chunk])
                     loss = td_loss * len(chunk) / len(minibatch)
-                    loss.backward()
+                    loss.backward()  # the chunks' gradients add up
                 grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
                 optimizer.step()
                 updates += 1
@@ -440,7 +440,7 @@ def pick_device(args):
 
 
 def fresh_seed(seed, iteration):
-    """30 bits that differ with the run's seed and the iteration: there is no RNG state to save."""
+    """30 bits that differ with the run's seed and the iteration."""
     return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
 
 
@@ -461,9 +461,9 @@ def load_checkpoint(args, **modules):
         path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         Args(**checkpoint["args"])
-        sum(
-            checkpoint[name] for name in ("global_step", "iteration", "adaptive_length")
-        )  # numbers?
+        length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
+        checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
+        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
         for name, module in modules.items():
             module.load_state_dict(checkpoint[name])
     except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
@@ -487,15 +487,21 @@ class Run:
 
     def __init__(self, args, device, bfloat16, saved):
         self.args = args
-        self.interrupted = False
+        self.interrupted = self.stopped = False
         self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
         self.score = np.zeros(args.num_envs)  # of the episodes under way
         self.steps = np.zeros(args.num_envs, int)
         self.seconds = saved.get("seconds", 0.0)
         self.folder = run_folder(args)
         self.folder.mkdir(exist_ok=bool(saved))
-        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
-        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
+        config = {
+            "script": SCRIPT,
+            "args": asdict(args),
+            "args_before": saved.get("args"),
+            "device": str(device),
+            "bfloat16": bfloat16,
+            "torch": torch.__version__,
+        }
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
         self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
@@ -506,8 +512,9 @@ class Run:
             self.episodes.write("global_step,episodic_return,episodic_length\n")
         if args.track:
             name = self.folder.name
-            project = args.wandb_project_name
-            wandb.init(project=project, name=name, id=name, resume="allow", config=config)
+            wandb.init(
+                project=args.wandb_project, name=name, id=name, resume="allow", config=config
+            )
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
@@ -557,15 +564,14 @@ class Run:
         for name, weights in state["network"].items():
             if not weights.isfinite().all():
                 fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
-        done = state["global_step"] >= self.args.total_timesteps
-        late = time.time() > self.saved_at + self.args.checkpoint_every
-        if not (done or late or self.interrupted):
+        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
+        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
             return
         state["args"] = asdict(self.args)
         state["scores"] = list(self.scores)
         state["seconds"] = self.seconds
-        state["metrics_size"] = self.metrics.tell()
-        state["episodes_size"] = self.episodes.tell()
+        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
+        state["episodes_size"] = self.episodes.seek(0, os.SEEK_END)
         try:
             torch.save(state, self.folder / "checkpoint.tmp")
             os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
@@ -581,6 +587,7 @@ class Run:
 
 def launch():
     """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
     try:
         args = tyro.cli(Args)
         if args.resume is not None:
