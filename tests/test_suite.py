@@ -1,369 +1,303 @@
-"""The suite runs what it is told to, once, goes on where it was, and refuses what the scripts refuse."""
+"""The suite runs what is left, once, goes on after any end, and refuses what is no suite."""
 
-import fcntl
-import importlib
 import json
 import os
-import shutil
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-import ale_py
-import gymnasium
 import pytest
-from helpers import ROOT, Noise, column, load, start, wait_for
 
-import pqn_abs
 from tools import suite
 
-SUITE = ROOT / "tools" / "suite.py"
-TINY = """
-import os
-import time
+SUITE = Path(suite.__file__)
+# A script that keeps the contract of a training script: 10 steps an iteration, 30 by default.
+FAKE = """
+import argparse, json, os, signal, sys, time
+from pathlib import Path
 
-from helpers import Noise, SmallNetwork
-
-import pqn_abs
-
-
-class Envs(Noise):
-    def step(self, actions):
-        if self.game == "Tiny/Broken-v0":
-            raise RuntimeError("this game is broken")
-        if self.game == "Tiny/Slow-v0":
-            time.sleep(float(os.environ["PAUSE"]))
-        return super().step(actions)
-
-
-def make_envs(args):
-    if not args.env_id.startswith("Tiny/"):
-        pqn_abs.fail(f"--env-id {args.env_id} is unknown")
-    envs = Envs(args.num_envs)
-    envs.game = args.env_id
-    return envs
-
-
-pqn_abs.make_envs, pqn_abs.QNetwork = make_envs, SmallNetwork
-pqn_abs.main(pqn_abs.parse_args())
+parser = argparse.ArgumentParser()
+for name in "--env-id --seed --runs-dir --run-name --resume".split():
+    parser.add_argument(name)
+parser.add_argument("--total-timesteps", type=int, default=30)
+args = vars(parser.parse_args())
+stopped = []
+def stop(*received):
+    stopped.append(received)
+    print("got signal", len(stopped))
+if args["env_id"] != "stubborn":
+    signal.signal(signal.SIGINT, stop)
+if args["env_id"] == "broken":
+    print("  0%|      | 0.00/2.00k [00:00<?, ?step/s]fake.py: the game is broken", file=sys.stderr)
+    print(" 50%|####      | 1.00k/2.00k [00:01<00:01, 1.00step/s, L=32]", file=sys.stderr)
+    sys.exit(3)
+if args["resume"]:
+    folder = Path(args["resume"])
+    step, args = json.loads((folder / "checkpoint.pt").read_text())
+else:
+    folder = Path(args["runs_dir"], args["run_name"])
+    folder.mkdir()
+    step = 0
+print("threads", os.environ["OMP_NUM_THREADS"], "from", step)
+(folder / "config.json").write_text(json.dumps({"script": "fake.py", "args": args}))
+metrics = (folder / "metrics.csv").open("a", buffering=1)
+if not step:
+    metrics.write("charts/SPS,global_step\\n")
+while step < args["total_timesteps"] and not stopped:
+    if args["env_id"] == "stubborn":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(float(os.environ.get("PAUSE", 0)))
+    step += 10
+    metrics.write(f"1.5,{step}\\n")
+    (folder / "checkpoint.pt").write_text(json.dumps([step, args]))
 """
-SMALL = "--num-envs 4 --num-minibatches 2 --total-timesteps 2000 --precision float32 --device cpu"
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Probe scripts without another process, which saves its start, and put back what that changes."""
-    for module in map(importlib.import_module, "pqn_abs pqn_abs_xl gns_baseline ppo_abs p3o_abs".split()):
-        monkeypatch.setattr(module, "main", module.main)
-    for owner, name in ((pqn_abs, "make_envs"), (pqn_abs, "QNetwork"), (sys, "argv")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(suite, "in_fresh_process", lambda function, *args: function(*args))
+@pytest.fixture(autouse=True)
+def fake(tmp_path, monkeypatch):
+    """A working directory with the script, where the suite's own folder is runs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
+        monkeypatch.setenv(name, "")  # so that it is put back in the end
+        monkeypatch.delenv(name)
+    Path("fake.py").write_text(FAKE)
+    Path("other.py").write_text(FAKE)
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill()
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """A script that imports pqn_abs.py and replaces its parts, as users may write them."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
-    (tmp_path / "tiny.py").write_text(TINY)
-    return tmp_path / "tiny.py"
+def run(*games, **changes):
+    """The suite's exit status, in this process."""
+    args = {"scripts": ("fake.py",), "seeds": (1,), "runs_dir": Path("runs")}
+    return suite.main(suite.Args(games, **(args | changes)))
 
 
-def refusal(args, capsys) -> str:
-    with pytest.raises(SystemExit) as ended:
-        suite.main(suite.Args(**args))
-    output, error = capsys.readouterr()
-    assert (ended.value.code, output, error.count("\n")) == (2, "", 1)
-    return error
+def commands(capsys, *games, **changes):
+    assert run(*games, print=True, **changes) == 0
+    return capsys.readouterr().out.splitlines()
 
 
-def words(folder, *more, env_id="BreakoutNoFrameskip-v4", seed=1):
-    return ["--env-id", env_id, "--seed", str(seed), "--runs-dir", str(folder), *map(str, more)]
+def steps(folder):
+    lines = Path("runs", folder, "metrics.csv").read_text().splitlines()
+    return [int(line.split(",")[1]) for line in lines[1:]]
+
+
+def launch(processes, *words, **environment):
+    """The suite in a process of its own."""
+    command = [sys.executable, SUITE, "--scripts", "fake.py", "--runs-dir", "runs", *words]
+    environment = os.environ | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes.append(subprocess.Popen(command, env=environment, process_group=0, **pipes))
+    return processes[-1]
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 20
+    while not Path("runs", path).exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
 
 
 # --- What is run ---
 
 
-def test_games_are_those_of_the_registry():
-    gymnasium.register_envs(ale_py)
-    for name, count in (("atari10", 10), ("atari57", 57)):
-        games = [run.words[1] for run in suite.list_runs(suite.Args((SUITE,), (name,), (1,)))]
-        assert len(set(games)) == count
-        assert all(gymnasium.spec(game).entry_point == "ale_py.env:AtariEnv" for game in games)
-        assert [game for game in games if not game.endswith("NoFrameskip-v4")] == ["ALE/Surround-v5"] * (count == 57)
-    assert set(suite.ATARI10) < set(suite.ATARI57)
+def test_every_combination_is_a_command(capsys):
+    arms = ("a=", "b=--gamma 0.9 --track", "c=other.py --lr 1")
+    lines = commands(capsys, "Pong", "A/B-v0", seeds=(1, 2), arms=arms)
+    assert len(set(lines)) == 2 * 2 * 3
+    start = "python fake.py --env-id PongNoFrameskip-v4 --seed 2 --gamma 0.9 --track"
+    assert f"{start} --runs-dir runs --run-name b__PongNoFrameskip-v4__2" in lines
+    own_script = "python other.py --env-id A/B-v0 --seed 1 --lr 1"
+    assert f"{own_script} --runs-dir runs --run-name c__A-B-v0__1" in lines
 
 
-def test_short_names_are_atari_games_and_others_are_passed_on():
-    """A script of one's own may call its games as it likes."""
-    runs = suite.list_runs(suite.Args((SUITE,), ("MsPacman", "breakout", "CartPole-v1"), (1,)))
-    assert [run.words[1] for run in runs] == ["MsPacmanNoFrameskip-v4", "breakout", "CartPole-v1"]
+def test_several_scripts_have_folders_of_their_own(capsys):
+    lines = commands(capsys, "g", scripts=("fake.py", "other.py"))
+    names = [line.split()[-1] for line in lines]
+    assert names == ["abs-fake__g__1", "abs-other__g__1"]
 
 
-def test_every_combination_is_a_run(tmp_path):
-    scripts = ROOT / "pqn_abs.py", ROOT / "ppo_abs.py"
-    flags = ("a=", "b=--gamma 0.9 --track")
-    runs = suite.list_runs(suite.Args(scripts, ("Pong", "ALE/Pong-v5", "A/B"), (1, 2), flags, tmp_path))
-    assert len(runs) == len({run.name for run in runs}) == 2 * 3 * 2 * 2
-    assert {run.name for run in runs} >= {"Pong__pqn_abs__a__1", "ALE-Pong-v5__ppo_abs__b__2"}
-    (run,) = (run for run in runs if run.name == "Pong__ppo_abs__b__2")
-    line = f"{scripts[1]} --env-id PongNoFrameskip-v4 --seed 2 --runs-dir {tmp_path} --gamma 0.9 --track"
-    assert suite.command(run) == line.split()
-    run.folder = tmp_path / "run"
-    line = f"{scripts[1]} --resume {tmp_path}/run/checkpoint.pt --gamma 0.9 --track"
-    assert suite.command(run) == line.split()
+def test_runs_are_played_once(capsys):
+    assert run("g", "h", seeds=(1, 2), arms=("a=", "b=--total-timesteps 50"), jobs=3) == 0
+    assert steps("a__g__1") == [10, 20, 30]
+    assert steps("b__h__2") == [10, 20, 30, 40, 50]
+    assert "a__g__1: done" in capsys.readouterr().out
+    assert commands(capsys, "g", "h", seeds=(1, 2), arms=("a=", "b=--total-timesteps 50")) == []
 
 
-def test_each_run_gets_its_share_of_the_machine(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def share(device, slot, jobs, gpus):
-        env = suite.environment(suite.Run("a", SUITE, [], [], device=device), slot, jobs, 16, gpus)
-        return env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")
-
-    assert share("auto", 0, 8, 0) == ("2", None)
-    assert share("auto", 0, 32, 0) == ("1", None)
-    assert [share("auto", slot, 4, 2)[1] for slot in range(4)] == ["0", "1", "0", "1"]
-    assert share("cpu", 1, 4, 2)[1] is None and share("cuda:1", 0, 4, 2)[1] is None
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert share("cuda", 1, 4, 2) == ("3", "7")
+@pytest.mark.parametrize("own, says", [(None, max(1, os.cpu_count() // 2)), ("7", 7)])
+def test_runs_at_once_share_the_cores(own, says, monkeypatch):
+    if own:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    assert run("g", jobs=2) == 0
+    assert Path("runs/abs__g__1.log").read_text() == f"threads {says} from 0\n"
 
 
-# --- What is refused, before anything starts ---
+def test_a_failing_run_does_not_stop_the_others(capsys):
+    assert run("broken", "g") == 1
+    out = capsys.readouterr().out
+    assert "abs__broken__1: failed with status 3: fake.py: the game is broken (" in out
+    assert "abs__g__1: done; 1 left" in out
 
 
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        ({"scripts": (Path("nowhere.py"),)}, "--scripts nowhere.py: there is no such file"),
-        ({"scripts": (ROOT,)}, "no such file"),
-        ({"scripts": ()}, "at least one"),
-        ({"games": ()}, "at least one"),
-        ({"seeds": ()}, "at least one"),
-        ({"flags": ()}, "at least one"),
-        ({"jobs": 0}, "--jobs 0"),
-        ({"flags": ("abs",)}, "NAME=FLAGS"),
-        ({"flags": ("=--track",)}, "NAME=FLAGS"),
-        ({"flags": ("a/b=",)}, "NAME=FLAGS"),
-        ({"flags": ("a='",)}, "quotation"),
-        ({"flags": ("a=", "a=--track")}, "comes 2 times"),
-        ({"seeds": (1, 2, 1)}, "comes 2 times"),
-        ({"games": ("atari10", "Qbert")}, "Qbert__pqn_abs__default__1 comes 2 times"),
-        ({"games": ("Pong", "PongNoFrameskip-v4")}, "comes 2 times"),
-        ({"scripts": (ROOT / "pqn_abs.py",) * 2}, "comes 2 times"),
-    ],
-    ids=str,
-)
-def test_refused_at_once(tmp_path, capsys, args, says):
-    assert says in refusal({"scripts": (ROOT / "pqn_abs.py",), "runs_dir": tmp_path / "runs"} | args, capsys)
-    assert list(tmp_path.iterdir()) == []
+def test_what_tyro_says_in_a_frame_is_found():
+    frame = "╭─ Parsing error ─╮\n│ Unrecognized options: --x │\n│ See --help │\n╰───╯\n"
+    assert suite.failure(frame) == "Unrecognized options: --x"
+    assert suite.failure("") == "it said nothing"
 
 
-REFUSED = {
-    "--num-envs 0": "pqn_abs.py: --num-envs 0: it must be at least 1",
-    "--delta-min 0.97": "--delta-min 0.97",  # a rule of main's own
-    "--nonsense": "--nonsense",
-    "--num-envs many": "--num-envs",
-    "--device tpu": "--device tpu",
-    "--help": "without a word",
-    "--seed 7": "--seed is for the suite",
-    "--env-id ALE/Pong-v5": "--env-id is for the suite",
-    "--runs-dir elsewhere": "--runs-dir is for the suite",
-    "--resume nowhere.pt": "no such file",
-}
+# --- Going on ---
 
 
-def test_refused_by_the_script_and_known_by_its_arguments(tmp_path, train, capfd):
-    """One process for many command lines, as in a suite."""
-    small = "--num-envs 2 --precision float32 --total-timesteps".split()
-    runs = tmp_path / "runs"
-    done = train(Noise(2), total_timesteps=1, runs_dir=str(runs))
-    reached = load(done)["global_step"]
-    further = train(Noise(2), total_timesteps=100, runs_dir=str(runs), seed=2)
-    checkpoint = train(Noise(2), total_timesteps=1, runs_dir=str(tmp_path / "other"), seed=2) / "checkpoint.pt"
-    for name in ("A", "z"):  # the same run again, not as far; one is found before it, one after it
-        shutil.copytree(further, runs / name)
-        shutil.copy(checkpoint, runs / name)
-    torn = train(Noise(2), total_timesteps=1, runs_dir=str(runs), seed=3) / "checkpoint.pt"
-    torn.write_bytes(torn.read_bytes()[:-100])
-    young = train(Noise(2), total_timesteps=1, runs_dir=str(runs), seed=4)  # killed before its first checkpoint
-    (young / "checkpoint.pt").unlink()
-    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"script": "pqn_abs.py", "args": 5}'), ("d", "{}")):
-        (runs / name).mkdir()
-        (runs / name / "config.json").write_text(text)
-    before = sorted(runs.rglob("*"))
-
-    lines = [words(runs, *flags.split()) for flags in REFUSED] + [words(runs, env_id="Pung")]
-    lines += [words(runs, *small, 1), words(runs, *small, 1, "--checkpoint-every", 7), words(runs, *small, 2)]
-    lines += [words(runs, *small, 100, seed=2), words(runs, *small, 1, seed=3), words(runs, *small, 1, seed=4)]
-    lines += [words(f"{runs}/../runs", *small, 1)]
-    capfd.readouterr()
-    found = suite.in_fresh_process(suite.probe, ROOT / "pqn_abs.py", lines, runs)
-    assert capfd.readouterr() == ("", "")
-    for (flags, says), line in zip(REFUSED.items(), found, strict=False):
-        assert says in line and "\n" not in line, flags
-    unknown, complete, saved_more, longer, twice, torn, young, other_name = found[len(REFUSED) :]
-    assert "Pung is unknown; try" in unknown
-    assert (complete["folder"], complete["step"], complete["total"]) == (done, reached, 1)
-    assert saved_more["folder"] == other_name["folder"] == done
-    assert saved_more["identity"] == complete["identity"] != longer["identity"]
-    assert longer["folder"] is None  # its schedules would be others
-    assert (twice["folder"], twice["step"]) == (further, load(further)["global_step"])
-    assert "not a whole one" in torn
-    assert (young["folder"], young["step"]) == (None, 0)
-    assert sorted(runs.rglob("*")) == before
+def make_folder(step, checkpoint, row_end="\n"):
+    """The folder of abs__g__1 at a step of 30."""
+    folder = Path("runs/abs__g__1")
+    folder.mkdir(parents=True)
+    args = {"total_timesteps": 30, "env_id": "g"}
+    (folder / "config.json").write_text(json.dumps({"args": args}))
+    (folder / "metrics.csv").write_text(f"charts/SPS,global_step\n1.5,10\n1.5,{step}{row_end}")
+    if checkpoint:
+        (folder / "checkpoint.pt").write_text(json.dumps([step, args]))
 
 
-def test_two_names_of_the_same_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "in_fresh_process", lambda probe, script, lines, folder: [{"identity": "x"} | FOUND] * 2)
-    args = {"games": ("Pong",), "seeds": (1,), "flags": ("a=", "b=--device auto"), "scripts": (ROOT / "pqn_abs.py",)}
-    line = refusal(args | {"runs_dir": tmp_path / "runs"}, capsys)
-    assert "Pong__pqn_abs__b__1 and Pong__pqn_abs__a__1 are the same run" in line
-    assert list(tmp_path.iterdir()) == []
+def test_a_complete_run_is_left_alone_even_without_its_checkpoint(capsys):
+    make_folder(30, checkpoint=False)
+    assert commands(capsys, "g") == []
+    assert run("g") == 0
+    assert steps("abs__g__1") == [10, 30]
 
 
-FOUND = {"total": 1000, "device": "cpu", "folder": None, "step": 0, "gpus": 0}
+def test_a_torn_last_row_does_not_count(capsys):
+    make_folder(30, checkpoint=True, row_end="")
+    assert commands(capsys, "g") == ["python fake.py --resume runs/abs__g__1"]
 
 
-def test_script_that_is_no_training_script(tmp_path, in_this_process):
-    (tmp_path / "idle.py").write_text("import sys\nif '1' in sys.argv:\n    import nothing_of_that_name")
-    lines = [words(tmp_path, seed=seed) for seed in (1, 2)]
-    broken, idle = suite.probe(tmp_path / "idle.py", lines, tmp_path)
-    assert broken == "ModuleNotFoundError: No module named 'nothing_of_that_name'"
-    assert "idle.py does not call the main() of" in idle
+@pytest.mark.parametrize("config", ["", "null", "[]", '{"args": {"total_timesteps": null}}'])
+def test_a_torn_config_is_for_the_script_to_write_again(config, capsys):
+    make_folder(20, checkpoint=True)
+    Path("runs/abs__g__1/config.json").write_text(config)
+    assert commands(capsys, "g") == ["python fake.py --resume runs/abs__g__1"]
 
 
-def test_one_suite_a_folder(tmp_path, monkeypatch, capsys):
-    """The folder is taken as long as the suite or one of its runs lives."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "sleep.py").write_text("import time; print('this run is in nowhere', flush=True); time.sleep(60)")
-    run = suite.Run("sleeper", tmp_path / "sleep.py", [], [])
-    with (tmp_path / "logs" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        suite.start(run, dict(os.environ), tmp_path, lock)
-    monkeypatch.setattr(suite, "check", lambda runs, folder: 0)
-    monkeypatch.setattr(suite, "work", lambda *args: "works")
-    args = {"scripts": (ROOT / "pqn_abs.py",), "runs_dir": tmp_path}
-    assert "another suite" in refusal(args, capsys)
-    run.process.kill()
-    run.process.wait()
-    assert suite.main(suite.Args(**args)) == "works"
-    (tmp_path / "file").touch()
-    assert "can't write to" in refusal(args | {"runs_dir": tmp_path / "file"}, capsys)
+def test_an_unfinished_run_resumes():
+    make_folder(20, checkpoint=True)
+    assert run("g") == 0
+    assert steps("abs__g__1") == [10, 20, 30]
 
 
-# --- What is said ---
+def test_a_run_without_a_checkpoint_starts_anew(capsys):
+    make_folder(20, checkpoint=False)
+    (line,) = commands(capsys, "g")
+    assert line.startswith("rm -r runs/abs__g__1 && python fake.py --env-id g --seed 1 ")
+    assert run("g") == 0
+    assert steps("abs__g__1") == [10, 20, 30]
 
 
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("starting\n\r  0%| | 0/2 [00:00<?]Traceback:\n  x\nValueError: no\n\r 5%| | 1/2 [00:00]\n", "ValueError: no"),
-        ("\r  0%|  | 0/2 [00:00<?, ?step/s]\r2.1kstep [00:04, L=35]terminate called\n", "terminate called"),
-        ("╭─ Error ─╮\n│ No such flag │\n│ ── │\n│ See --help │\n╰───╯\n", "No such flag"),
-        ("", "it ended without a word"),
-    ],
-)
-def test_line_that_says_what_went_wrong(text, says):
-    assert suite.said(text) == says
+def test_printed_commands_do_what_the_suite_does(capsys):
+    make_folder(10, checkpoint=False)
+    for line in commands(capsys, "g", "h"):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        words = line.replace("python", sys.executable)
+        subprocess.run(words, shell=True, check=True, env=environment, capture_output=True)
+    assert commands(capsys, "g", "h") == []
 
 
-HEADER = "global_step,charts/seconds,charts/episodic_return\n"
+def test_a_folder_is_not_continued_with_other_options(capsys):
+    """Otherwise a changed arm would mix two kinds of runs without a word."""
+    assert run("g", "broken") == 1
+    with pytest.raises(SystemExit):
+        run("g", arms=("abs=--lr 2",))
+    assert "was run as fake.py --env-id g --seed 1: give the arm" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("g", scripts=("other.py",))
+    assert len(commands(capsys, "broken", arms=("abs=--lr 2",))) == 1  # it has no folder
 
 
-@pytest.mark.parametrize(
-    "metrics, says",
-    [
-        (HEADER + "1000,2.0,\n1500,3.0,-12.25\n", "a: running, 1,500 steps, return -12.2, 500 steps/s"),
-        (HEADER + "1000,2.0,\n1500,3.0,-12", "a: running, 1,000 steps, 500 steps/s"),
-        (HEADER, "a: running, 7 steps"),
-        ("", "a: running, 7 steps"),
-        (HEADER + "x,y\n", "a: running, 7 steps"),
-        ("global_step,other\n8,9\n", "a: running, 7 steps"),
-        (None, "a: running, 7 steps"),
-    ],
-)
-def test_progress_by_the_last_whole_line(tmp_path, metrics, says):
-    if metrics is not None:
-        (tmp_path / "metrics.csv").write_text(metrics)
-    run = suite.Run("a", SUITE, [], [], status="running", folder=tmp_path, step=7)
-    suite.look_up(run)
-    assert suite.describe(run) == says
+# --- Being stopped ---
 
 
-# --- All of it ---
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_runs_save_and_the_same_command_goes_on(signum, fake):
+    words = ["--games", "g", "h", "i", "--seeds", "1", "--jobs", "2"]
+    words += ["--arms", "abs=--total-timesteps 60"]
+    process = launch(fake, *words, PAUSE="0.3")
+    wait_for("abs__g__1/checkpoint.pt")
+    wait_for("abs__h__1/checkpoint.pt")
+    os.killpg(process.pid, signum)  # as a terminal does
+    out, error = process.communicate(timeout=20)
+    assert (process.returncode, error) == (1, "")
+    assert "abs__g__1: interrupted; 3 left" in out
+    assert "abs__h__1: interrupted; 3 left" in out
+    assert "got signal 2" not in Path("runs/abs__g__1.log").read_text()
+    assert not Path("runs/abs__i__1").exists()
+    assert len(steps("abs__g__1")) < 6
+    process = launch(fake, *words)
+    assert process.wait(20) == 0
+    for game in "ghi":
+        assert steps(f"abs__{game}__1") == [10, 20, 30, 40, 50, 60]
 
 
-def run_suite(*arguments):
-    return start(SUITE, *arguments, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-
-
-def last_table(output: str) -> dict[str, list[str]]:
-    """The cells of the table at the end, by the runs' names."""
-    lines = [line.split() for line in output[output.rindex("steps/s\n") :].splitlines()[1:]]
-    return {line[0]: line[1:] for line in lines if "__" in line[0] and ":" not in line[0]}
-
-
-def test_suite_of_runs_that_end_fail_and_are_interrupted(tmp_path, tiny, in_this_process, monkeypatch, capsys):
-    games = ["Tiny/Quick-v0", "Tiny/Slow-v0", "Tiny/Broken-v0"]
-    folder = tmp_path / "runs"
-    arguments = ["--scripts", tiny, "--games", *games, "--seeds", 3, "--flags", f"a={SMALL}", "--runs-dir", folder]
-    quick, slow, broken = (f"Tiny-{name}-v0__tiny__a__3" for name in "Quick Slow Broken".split())
-    log = folder / "logs" / f"{broken}.log"
-
-    monkeypatch.setenv("PAUSE", "0.05")
-    process = run_suite(*arguments, "--jobs", 2)
-    while "failed" not in (line := process.stdout.readline()):
-        assert line, process.communicate()
-    (started,) = wait_for(lambda: list(folder.glob("Tiny-Slow*/metrics.csv")), process)
-    wait_for(lambda: started.read_text().count("\n") > 1, process)
+def test_a_second_signal_ends_at_once(fake):
+    process = launch(fake, "--games", "stubborn", "--seeds", "1", PAUSE="60")
+    wait_for("abs__stubborn__1/metrics.csv")
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "")
-    table = last_table(output)
-    assert [table[name][0] for name in (quick, slow, broken)] == ["done", "interrupted", "failed"]
-    (reason,) = (line for line in output.splitlines() if line.startswith(f"{broken}: failed"))
-    assert reason.endswith(f"exit status 1: RuntimeError: this game is broken ({log})")
-    assert "Traceback" in log.read_text() and "this run is in" in (folder / "logs" / f"{quick}.log").read_text()
-    first = next(folder.glob("Tiny-Quick*"))
-    complete = {path: path.read_bytes() for path in first.iterdir()}
-    reached = load(started.parent)["global_step"]
-    assert 0 < reached < 2000
-
-    monkeypatch.setenv("PAUSE", "0")
-    process = run_suite(*arguments, "--jobs", 1)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (1, "")
-    table = last_table(output)
-    assert [table[name][0] for name in (quick, slow, broken)] == ["done", "done", "failed"]
-    assert f"{slow}: goes on at step {reached:,}" in output and f"{quick}: " not in output
-    assert {path: path.read_bytes() for path in first.iterdir()} == complete
-    assert len(list(folder.glob("Tiny-Slow*"))) == 1
-    steps = column(started, "global_step", int)
-    assert steps[-1] == load(started.parent)["global_step"] >= 2000 and reached in steps
-    assert table[slow][1] == f"{steps[-1]:,}"
-    score = column(started, "charts/episodic_return")[-1]
-    assert table[slow][2] == f"{score:,.1f}"
-    assert log.read_text().count("RuntimeError: this") == 2  # a log goes on too
-
-    suite.main(suite.Args((tiny,), (*games, "Tiny/New-v0"), (3,), (f"a={SMALL}",), folder, print=True))
-    left = next(folder.glob("Tiny-Broken*")) / "checkpoint.pt"  # it saved one at its start
-    new = f"--env-id Tiny/New-v0 --seed 3 --runs-dir {folder}"
-    assert capsys.readouterr().out == f"python {tiny} --resume {left} {SMALL}\npython {tiny} {new} {SMALL}\n"
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 1
 
 
-def test_suite_of_a_real_script(tmp_path):
-    flags = "--num-envs 2 --num-minibatches 2 --total-timesteps 100 --device cpu"
-    arguments = ["--scripts", ROOT / "pqn_abs.py", "--games", "Pong", "--seeds", 1, "--flags", f"a={flags}"]
-    process = run_suite(*arguments, "--runs-dir", tmp_path)
-    output, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "")
-    (folder,) = tmp_path.glob("PongNoFrameskip-v4__pqn_abs__1__*")
-    table = last_table(output)
-    assert list(table) == ["Pong__pqn_abs__a__1"]
-    assert table["Pong__pqn_abs__a__1"][:2] == ["done", str(load(folder)["global_step"])]
-    config = json.loads((folder / "config.json").read_text())
-    assert config["args"]["total_timesteps"] == 100 and config["args"]["num_envs"] == 2
+def test_a_run_that_outlives_a_killed_suite_is_not_started_twice(fake):
+    words = ["--games", "g", "--seeds", "1", "--arms", "abs=--total-timesteps 60"]
+    process = launch(fake, *words, PAUSE="0.5")
+    wait_for("abs__g__1/checkpoint.pt")
+    process.kill()
+    second = launch(fake, *words)
+    out, _ = second.communicate(timeout=20)
+    assert second.returncode == 1
+    assert "abs__g__1: another process is at work on it; 1 left" in out
+    deadline = time.monotonic() + 20
+    while steps("abs__g__1")[-1] < 60 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert launch(fake, *words).wait(20) == 0
+    assert steps("abs__g__1") == [10, 20, 30, 40, 50, 60]
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"scripts": ("nowhere.py",)}, "there is no script nowhere.py"),
+        ({"arms": ("a=nowhere.py --x",)}, "there is no script nowhere.py"),
+        ({"arms": ("abs",)}, "NAME=FLAGS"),
+        ({"arms": ("=--track",)}, "NAME=FLAGS"),
+        ({"arms": ("a/b=",)}, "NAME=FLAGS"),
+        ({"arms": ("a=", "a=--track")}, "a__g__1 comes twice"),
+        ({"arms": ("a=--seed 3",)}, "--seed is for the suite to set"),
+        ({"arms": ("a=--run_name=x",)}, "--run_name=x is for the suite to set"),
+        ({"seeds": (1, 1)}, "abs__g__1 comes twice"),
+        ({"jobs": 0}, "--jobs 0: it must be at least 1"),
+    ],
+)
+def test_what_makes_no_suite_is_refused_in_one_line(changes, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run("g", **changes)
+    out, error = capsys.readouterr()
+    assert (ended.value.code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("suite.py: ") and says in error
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--arms", "a='"], ["--runs-dir", "fake.py/runs"]])
+def test_bad_input_on_the_command_line_is_one_line(words, fake):
+    process = launch(fake, "--games", "g", *words)
+    out, error = process.communicate(timeout=20)
+    assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("suite.py: ")
