@@ -244,7 +244,7 @@ def main(args: Args) -> Path:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
     chunk_size = 512 if device.type == "cpu" else 10**6  # transitions in a pass (a CPU's cache)
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(fresh_seed(args.seed, 0))
     envs = make_envs(args)
     num_envs = args.num_envs
     num_actions = int(envs.single_action_space.n)
@@ -419,16 +419,18 @@ def check(args):
             value = getattr(args, name)
             if not low <= value <= high:  # as NaN is not, either
                 fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-    if args.resume is None and run_folder(args).exists():
-        fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
+    if args.resume is None:
+        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        if run_folder(args).exists():
+            fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
 
 
 def pick_device(args):
     """The device, and whether the network's body works in bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.zeros(1, device=name).device
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
     except Exception as error:  # PyTorch says it in several ways
         fail(f"--device {name}: {str(error).splitlines()[0]}")
     if args.precision != "auto":
@@ -458,9 +460,13 @@ def load_checkpoint(args, **modules):
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
+        path = Path(args.resume)
+        if path.is_dir():
+            path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         Args(**checkpoint["args"])
+        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
+            checkpoint[name].bit_length()  # an error where it is no integer
         length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
         checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate

@@ -3,9 +3,13 @@
 OMP_NUM_THREADS=1 python examples/cartpole_abs.py
 """
 
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
 
 import gymnasium
 import torch.nn as nn
@@ -54,6 +58,12 @@ def make_envs(args: Args) -> SyncVectorEnv:
     def make_env():
         return gymnasium.make(args.env_id)
 
+    try:
+        space = make_env().action_space
+    except gymnasium.error.Error as error:
+        pqn_abs.fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        pqn_abs.fail(f"--env-id {args.env_id}: Q-learning needs discrete actions, not {space}")
     return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
