@@ -1,71 +1,55 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch>=2.11,<=2.13.0",
-#     "gymnasium>=1.4",
-#     "ale-py>=0.12.1",
-#     "numpy>=2.0",
-#     "tyro>=1.0",
-#     "wandb>=0.25",
-#     "tqdm>=4.67",
-# ]
+# dependencies = ["torch>=2.11,<2.14", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
+#     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
-r"""P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its own trust region.
+"""P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its trust region.
 
-P3O [arXiv 2605.12380] is a policy gradient without a clip range, for data that an earlier policy pi_b collected, in
-this rollout or, with --replay-rollouts, in one of the last. What such data is worth is told by the ratios of the two
-policies in a mini-batch of N samples: their effective sample size e_B caps each sample's weight, and 1 - e_B weighs a
-pull back to pi_b:
+P3O [arXiv 2605.12380] is a policy gradient without a clip range, for data that an earlier policy
+π_b collected: in this rollout or, with --replay-rollouts, in one of the last. What such data is
+worth is told by the ratios ρ of the two policies in a mini-batch of N samples: their effective
+sample size e_B caps each sample's weight, and 1 - e_B weighs a pull back to π_b.
 
-    rho_i = pi_theta(a_i|s_i) / pi_b(a_i|s_i)
-    e_B   = (sum_i rho_i)^2 / (N sum_i rho_i^2),                                               from 1/N to 1
-    L     = mean_i[ -sg(min(rho_i, e_B)) log pi_theta(a_i|s_i) A_i ] + (1 - e_B) KL( pi_theta || pi_b )
+    ρ_i = π_θ(a_i|s_i) / π_b(a_i|s_i)
+    e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²),                                               from 1/N to 1
+    L   = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) KL( π_θ ‖ π_b )
 
-sg stops the gradient. Fresh data has e_B = 1: the plain policy gradient. A capped sample keeps a gradient, where PPO's
-clip leaves none. With --adapt-rollout ABS [arXiv 2605.21557] sets the batch size too, as in ppo_abs.py:
+sg stops the gradient. Fresh data has e_B = 1: the plain policy gradient. A capped sample keeps a
+gradient, where PPO's clip leaves none. --adapt-rollout adds ABS [arXiv 2605.21557], as explained in
+ppo_abs.py: L follows the KL divergence of updates. Nobody has published this. Lines of ABS are
+marked. For an environment or a network of your own, replace make_envs or ActorCritic.
 
-    delta    = (1/M) sum_i KL( pi_theta_old(.|s_i) || pi_theta(.|s_i) ),    s_i ~ B_ref
-    alpha    = log(clip(delta, delta_min, delta_max) / delta_min) / log(delta_max / delta_min)
-    L'       = L_max - alpha (L_max - L_min)                                                     (Eq. 4)
-    L_adapt <- (1 - beta) L_adapt + beta L',       batch |B| = E L_adapt
-
-Nobody has published this combination; so it is off unless asked for.
-
-Plain P3O:                       python p3o_abs.py --env-id BreakoutNoFrameskip-v4
-A first impression on a laptop:  python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 300000
-With the last 4 rollouts, too:   python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --replay-rollouts 4
-P3O with ABS:                    python p3o_abs.py --env-id BreakoutNoFrameskip-v4 --adapt-rollout
-Several GPUs, L shared by all:   torchrun --nproc-per-node 4 p3o_abs.py --env-id BreakoutNoFrameskip-v4
-After Ctrl-C or a crash:         python p3o_abs.py --resume runs/.../checkpoint.pt
+One GPU or a laptop:             python p3o_abs.py --env-id BreakoutNoFrameskip-v4
+With the last 4 rollouts, too:   python p3o_abs.py --replay-rollouts 4
+P3O with ABS:                    python p3o_abs.py --adapt-rollout
+After Ctrl-C or a crash:         python p3o_abs.py --resume runs/...
 """
 
 import copy
-import difflib
-import itertools
+import csv
 import json
 import math
 import os
-import platform
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
-import warnings
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: its idle threads soon free cores
 
 import ale_py
 import gymnasium
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+import wandb
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 from tqdm import tqdm
@@ -73,56 +57,45 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    """P3O with Adaptive Batch Scaling. Defaults are those of PPO on Atari; symbols of the papers are in brackets."""
+    """P3O with Adaptive Batch Scaling. Defaults are PPO's on Atari; in brackets, symbols."""
 
-    env_id: str = "BreakoutNoFrameskip-v4"  # Atari game: ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5 (sticky)
+    env_id: str = "BreakoutNoFrameskip-v4"  # ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5
     seed: int = 1  # seed of the network, the sampled actions and the environments
     total_timesteps: int = 10_000_000  # [T_total] environment steps, of 4 frames each
-    num_envs: int = 8  # [E] environments in parallel, in each process
-    learning_rate: float = 2.5e-4  # learning rate of Adam at the start; it falls linearly to 0 at total_timesteps
+    num_envs: int = 8  # [E] environments in parallel
+    learning_rate: float = 2.5e-4  # of Adam at the start; falls linearly to 0 at total_timesteps
     gamma: float = 0.99  # [γ] discount
-    gae_lambda: float = 0.95  # [λ] of the advantages; 0 is one-step, 1 is Monte Carlo
-    num_minibatches: int = 4  # mini-batches per epoch; each grows with the rollout, as their number is fixed
-    update_epochs: int = 4  # passes over each rollout (and over those replayed)
-    replay_rollouts: int = 0
-    """learn from this many earlier rollouts along with the last one; each needs as much memory again, and makes the
-    mini-batches, whose number stays, larger"""
-    ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the value loss
+    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 Monte Carlo
+    num_minibatches: int = 4  # mini-batches an epoch; their number is fixed, their size follows L
+    update_epochs: int = 4  # [N_epochs] passes over each rollout and those replayed
+    replay_rollouts: int = 0  # earlier rollouts to learn from, too; mini-batches grow with them
+    ent_coef: float = 0.01  # [c_e] weight of the entropy bonus
+    vf_coef: float = 0.5  # [c_v] weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
-    episodic_life: bool = True
-    """end the learner's episode at a lost life, and press FIRE after it whatever the policy chooses (scores still count
-    whole games); usual for policy gradients on Atari"""
+    episodic_life: bool = True  # a lost life ends an episode, and FIRE follows; scores count games
 
-    adapt_rollout: bool = False  # let L follow the KL divergence; without, this is plain P3O with L = num_steps
-    num_steps: int = 128  # steps per environment in the first rollout, and in all without --adapt-rollout
-    rollout_min: int = 64  # [L_min] rollout of a volatile policy; half and twice num_steps, as in PQN
-    rollout_max: int = 256  # [L_max] rollout of a stable policy
-    adapt_frequency: int = 50  # [K] iterations from one measurement of the KL divergence to the next
+    adapt_rollout: bool = False  # let L follow the KL; else this is plain P3O with L = num_steps
+    num_steps: int = 128  # [L] steps in each environment in the first rollout
+    rollout_min: int = 64  # [L_min] rollout of a volatile policy; half of num_steps, as in PQN
+    rollout_max: int = 256  # [L_max] rollout of a stable policy; twice num_steps, as in PQN
+    adapt_frequency: int = 50  # [K] iterations from one measurement of the KL to the next
     delta_min: float = 1e-4  # [δ_min] KL at and below which the policy counts as stable
-    delta_max: float = 3.5e-3  # [δ_max] KL at and above which it counts as volatile; measured, see the README
-    beta: float = 0.1
-    """[β] smoothing of L_adapt: 1 follows the KL at once, 0 never; the paper gives no value; 0.1 averages over about
-    ten of its measurements"""
-    reference_states: int = 2048  # [M] size of B_ref, or all states of a smaller rollout; the paper gives no value
+    delta_max: float = 3.5e-3  # [δ_max] KL at and above which it counts as volatile; both measured
+    beta: float = 0.1  # [β] smoothing of L_adapt; from ABS's own code, not in the paper
+    reference_states: int = 2048  # [M] size of B_ref, at most the batch; from ABS's own code
+    divergence_window: int = 1  # measurements whose mean L follows; ABS's own code: 20
+    burn_in: int = 0  # measurement with which L begins to move; ABS's own code: 10
+    scale_epochs: bool = False  # max(N_epochs, N_epochs · L // base_steps) passes, as in that code
+    base_steps: int = 128  # L above which --scale-epochs adds passes
 
-    device: str = "auto"  # auto (CUDA where there is one), cpu, cuda or cuda:N
-    precision: str = "auto"  # of all layers but the last: float32, bfloat16 or auto (bfloat16 in hardware, or float32)
-    env_groups: int | None = None
-    """groups of environments, each with a thread: while one group's emulators run, the network acts for another; by
-    default up to 4 on a CPU, and on a GPU 2 if they outnumber the cores; no more than 1 gains if they are in Python"""
-    compile: bool = False  # torch.compile the network (actions only with one group); goes on without, if that fails
+    device: str = "auto"  # auto (CUDA where there is one, else the CPU), cpu, cuda:1, mps, ...
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of all layers but the last
     runs_dir: str = "runs"  # where the run's folder is made
+    run_name: str | None = None  # its name; by default game, script, seed and time
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
-    resume: str | None = None  # a checkpoint.pt to go on from; the other arguments come from it
+    resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
     track: bool = False  # send the metrics to Weights & Biases too
-    wandb_project_name: str = "adaptive-batch-scaling"  # its project
-    wandb_entity: str | None = None  # its team
-    wandb_group: str | None = None  # its group
-
-
-RESUME_MAY_CHANGE = """total_timesteps device env_groups compile checkpoint_every resume track wandb_project_name
-    wandb_entity wandb_group"""
+    wandb_project: str = "adaptive-batch-scaling"  # its project
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
@@ -133,608 +106,545 @@ def layer_init(layer, gain: float = math.sqrt(2)):
 
 
 class ActorCritic(nn.Module):
-    """Nature CNN (32, 64, 64): uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of the policy and values (N,)."""
+    """Nature CNN: uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,)."""
 
     def __init__(self, envs):
         super().__init__()
-        self.conv1 = layer_init(nn.Conv2d(envs.single_observation_space.shape[0], 32, 8, stride=4))
-        self.conv2 = layer_init(nn.Conv2d(32, 64, 4, stride=2))
-        self.conv3 = layer_init(nn.Conv2d(64, 64, 3, stride=1))
-        self.hidden = layer_init(nn.Linear(7 * 7 * 64, 512))
-        # Small weights: the first policy is nearly uniform, so that it tries everything.
-        self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), gain=0.01)
+        num_actions = int(envs.single_action_space.n)
+        self.conv1 = layer_init(nn.Conv2d(4, 32, 8, stride=4))
+        self.body = nn.Sequential(
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(7 * 7 * 64, 512)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, num_actions), gain=0.01)  # π starts nearly uniform
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
-        # Images lie as (N, H, W, C) in memory, which a CPU prefers.
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        kind = frames.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        # An 8 x 8 convolution with stride 4 is a 2 x 2 one over blocks of 4 x 4 pixels: 9% faster on two cores.
-        # (N, 4, 84, 84) -> (N, 21, 21, 64); the 4 pixels of a block's row move together, as one int32.
-        blocks = frames.view(torch.int32).unflatten(2, (21, 4)).permute(0, 2, 4, 1, 3).flatten(3).view(torch.uint8)
-        weight = F.pixel_unshuffle(self.conv1.weight / 255, 4)  # not frames / 255: that is slow (20% of a CPU pass)
-        x = F.conv2d(blocks.to(dtype).permute(0, 3, 1, 2), weight, self.conv1.bias)
-        x = F.relu(self.conv3(F.relu(self.conv2(F.relu(x)))))
-        x = F.relu(self.hidden(x.flatten(1)))
-        # what enters the ratio of two nearly equal policies is in float32
-        with torch.autocast(kind, enabled=False):
-            return self.actor(x.float()), self.critic(x.float()).squeeze(1)
+        # bfloat16 holds 0 to 255 exactly. Weights / 255 are fewer divisions than pixels / 255.
+        x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        x = F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, self.conv1.stride)
+        x = self.body(x)
+        # The ratio of two nearly equal policies would drown in bfloat16's rounding.
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.float()
+            return self.actor(x), self.critic(x).squeeze(1)
 
 
 def make_envs(args: Args):
-    """A vector environment of args.num_envs copies of the Atari game args.env_id, as Gymnasium's registry describes it.
+    """args.num_envs copies of an Atari game, as Gymnasium's registry describes it, as one vector.
 
-    Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two max-pooled; rewards
-    are score points, of which learning sees the sign. To train on something else, return any Gymnasium VectorEnv here
-    that has discrete actions and same-step autoreset: its step() gives the next episode's first observation when an
-    episode ends, and the ended one's last observation in info["final_obs"]. --episodic-life needs info["lives"] too and
-    an attribute fire_action, the action to press then.
+    Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
+    max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
+    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
+
+    Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
+    episode ends, step() gives the next one's first observation, and the last observation of the
+    ended one in info["final_obs"]. For --episodic-life it terminates at lost lives without a reset,
+    tells info["lives"], and has an attribute fire_action.
     """
     gymnasium.register_envs(ale_py)
-    games = {k: spec.kwargs for k, spec in gymnasium.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"}
-    playable = {name.lower(): name for name, game in games.items() if isinstance(game["frameskip"], int)}
-    if args.env_id not in playable.values():
-        problem = "is no Atari game (make_envs can be replaced)" if args.env_id in gymnasium.registry else "is unknown"
-        problem = "skips frames at random" if args.env_id in games else problem
-        near = [playable[name] for name in difflib.get_close_matches(args.env_id.lower(), playable, cutoff=0.5)]
-        fail(f"--env-id {args.env_id} {problem}; try {' or '.join(near or ['BreakoutNoFrameskip-v4', 'ALE/Pong-v5'])}")
-    game = games[args.env_id]
-    print(f"starting {args.num_envs} x {args.env_id}")  # takes a core about a second per dozen
+    spec = gymnasium.registry.get(args.env_id)
+    if spec is None or spec.entry_point != "ale_py.env:AtariEnv":
+        fail(f"--env-id {args.env_id} is no Atari game; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
+    print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
     envs = AtariVectorEnv(
-        game["game"],
+        spec.kwargs["game"],
         args.num_envs,
-        repeat_action_probability=game["repeat_action_probability"],  # sticky actions: 0 in -v4, 0.25 in ALE/...-v5
-        max_num_frames_per_episode=108_000,
+        repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
+        life_loss_info=args.episodic_life,  # a lost life is "terminated", and the game goes on
+        reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
-        reward_clipping=False,  # learning sees the sign of the reward, users see the score
-        frameskip=4,
-        noop_max=30,
-        use_fire_reset=True,
     )
     buttons = [button.name for button in envs.ale.get_action_set()]
-    envs.fire_action = buttons.index("FIRE") if "FIRE" in buttons else 0  # for --episodic-life
+    envs.fire_action = buttons.index("FIRE") if "FIRE" in buttons else 0
     return envs
 
 
-def linear_schedule(start: float, end: float, duration: float, t: int) -> float:
-    """A straight line from start at t = 0 to end at t = duration, and end from there on."""
-    return end if t >= duration else start + (end - start) * t / duration
-
-
-def gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_lambda: float):
-    """Generalised advantage estimates of a rollout, computed backwards [arXiv 1506.02438]. All are (L, E).
+def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """Generalised advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}) of the state that truly followed, in the same episode (not used where terminated).
-    Where the rollout ends or a time limit cuts the episode (truncated), this value stands in for all that follows.
+    next_values[t] is V(s_{t+1}) of the state that truly followed, in the same episode. Where the
+    rollout ends or a time limit cuts the episode (truncated) there is no A_{t+1}, and this value
+    stands in for all that follows.
     """
     deltas = rewards + gamma * ~terminated * next_values - values
-    advantages, advantage = torch.empty_like(values), torch.zeros_like(values[0])
+    goes_on = ~(terminated | truncated)
+    advantages = torch.empty_like(values)
+    advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        advantage = advantages[t] = deltas[t] + gamma * gae_lambda * ~(terminated[t] | truncated[t]) * advantage
+        advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
 def effective_sample_size(log_ratios):
-    """e_B = (Σ ρ_i)² / (N Σ ρ_i²) of log ρ (N,): from 1/N (one ratio dominates) to 1 (all are equal)."""
+    """e_B = (Σ ρ_i)² / (N Σ ρ_i²) of log ρ (N,): from 1/N (one dominates) to 1 (all are equal)."""
     ratios = (log_ratios - log_ratios.max()).exp()  # e_B stays the same, and nothing overflows
     return ratios.sum().square() / (len(ratios) * ratios.square().sum())
 
 
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), exact, of each pair of distributions; log-probabilities (N, A)."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), in nats: log-probabilities (N, A) -> (N,)."""
+    log_ratios = log_p - log_q
+    return (log_p.exp() * log_ratios).sum(-1)
 
 
 def p3o_loss(log_pi, log_behavior, actions, advantages):
-    """P3O's loss of the policy, to be minimised, with e_B, the mean KL and the share of capped ratios [P3O].
+    """P3O's loss of the policy, to be minimised; e_B; the KL; the share of capped ratios [P3O].
 
-    L = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ(·|s_i) ‖ π_b(·|s_i) )
+    L = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-    log_pi and log_behavior are log-probabilities of all actions, (N, A), of the policy π_θ and of the policy π_b that
-    acted; actions (N,) int64, advantages (N,). Four scalar tensors; gradients flow through log π_θ and the KL only.
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s) of all actions, (N, A); actions (N,)
+    int64, advantages (N,). Gradients flow through log π_θ and the KL only.
     """
-    log_probs = log_pi.gather(1, actions[:, None]).squeeze(1)
-    log_ratios = (log_probs - log_behavior.gather(1, actions[:, None]).squeeze(1)).detach()
+    log_probs = log_prob_of(log_pi, actions)
+    log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()
+    ratios = log_ratios.exp()
     ess = effective_sample_size(log_ratios)
-    ratios, kl = log_ratios.exp(), kl_divergence(log_pi, log_behavior).mean()
-    loss = -(torch.minimum(ratios, ess) * log_probs * advantages).mean() + (1 - ess) * kl
-    return loss, ess, kl.detach(), (ratios > ess).float().mean()
+    weights = torch.minimum(ratios, ess)
+    kl = kl_divergence(log_pi, log_behavior).mean()
+    loss = -(weights * log_probs * advantages).mean() + (1 - ess) * kl
+    capped = (ratios > ess).float().mean()
+    return loss, ess, kl.detach(), capped
 
 
 @torch.no_grad()
-def mean_kl_divergence(policy, old_policy, states, chunk_size: int = 2048) -> float:
-    """How far an update moved the policy, in nats [ABS]; policies map states (M, ...) to logits (M, A).
+def mean_kl_divergence(network, old_network, states) -> float:
+    """How far two networks' policies lie apart in the states (M, ...), in nats [ABS].
 
-    δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) )
+    δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),   π_θ(·|s) = softmax(network(s))
 
-    The paper does not give the direction. This one weighs the actions as the policy did that collected them. As both
-    see the same chunks, equal policies give exactly 0.
+    The paper does not give the direction. This one weighs the actions as the policy did that
+    collected them; ABS's own code, on MuJoCo, has the other one.
     """
-    chunks = states.split(chunk_size)
-    kl = [kl_divergence(old_policy(chunk).log_softmax(-1), policy(chunk).log_softmax(-1)) for chunk in chunks]
-    return torch.cat(kl).mean().item()
+    log_pi = network(states).float().log_softmax(-1)
+    old_log_pi = old_network(states).float().log_softmax(-1)
+    return kl_divergence(old_log_pi, log_pi).mean().item()
 
 
 @torch.no_grad()
-def behavioral_divergence(network, old_network, states, chunk_size: int = 2048) -> float:
-    """Share of the states (M, ...) in which the greedy actions of two networks differ, in [0, 1] [ABS].
+def behavioral_divergence(network, old_network, states) -> float:
+    """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
 
-    Both networks see the same chunks, hence compute the same bits where they are equal: BD is then exactly 0.
+    Also known as policy churn (Schaul et al., The Phenomenon of Policy Churn, NeurIPS 2022).
     """
-    changed = [network(chunk).argmax(-1) != old_network(chunk).argmax(-1) for chunk in states.split(chunk_size)]
-    return torch.cat(changed).float().mean().item()
+    changed = network(states).argmax(-1) != old_network(states).argmax(-1)
+    return changed.float().mean().item()
 
 
-def rollout_length(divergence: float, current: float, thresholds: tuple, bounds: tuple, beta: float) -> float:
-    """The next L_adapt, a real number of steps, from the divergence and the current L_adapt [ABS, Eq. 4].
-
-    thresholds are (δ_min, δ_max), bounds (L_min, L_max), beta is the smoothing β:
+def rollout_length(
+    divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
+) -> float:
+    """The next L_adapt, a real number of steps, from δ_π and the last L_adapt [ABS, Eq. 4].
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable policy (α = 0) would
-    never grow. So it is a constant of its own here, β.
+    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
+    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
     """
-    clipped = min(max(divergence, thresholds[0]), thresholds[1])
-    alpha = math.log(clipped / thresholds[0]) / math.log(thresholds[1] / thresholds[0])
-    target = bounds[1] - alpha * (bounds[1] - bounds[0])
-    return (1 - beta) * current + beta * target
+    if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
+        raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
+    clipped = min(max(divergence, delta_min), delta_max)
+    alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
+    target = rollout_max - alpha * (rollout_max - rollout_min)
+    return (1 - beta) * adaptive_length + beta * target
 
 
-def main(args: Args) -> Path | None:
-    """Train; returns the run's folder (None in all but the first of several processes)."""
-    rules = [
-        ("delta_min", 0 < args.delta_min < args.delta_max, f"above 0 and below delta-max, {args.delta_max}"),
-        ("delta_max", args.delta_max < math.inf, "finite"),
-        ("gae_lambda", 0 <= args.gae_lambda <= 1, "between 0 and 1"),
-        ("ent_coef", 0 <= args.ent_coef < math.inf, "at least 0 and finite"),
-        ("vf_coef", 0 <= args.vf_coef < math.inf, "at least 0 and finite"),
-        ("replay_rollouts", args.replay_rollouts >= 0, "at least 0"),
-    ]
-    check_args(args, rules)
-    device, dtype = pick_device(args)
-    if device.type == "cuda":
-        torch.set_num_threads(1)  # a copy to pinned memory must not wait for cores that the emulators hold
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    checkpoint = load_checkpoint(args.resume) if args.resume else None
-    if checkpoint and checkpoint["world_size"] != world_size:
-        fail(f"--resume {args.resume}: it takes {checkpoint['world_size']} processes, as before, not {world_size}")
-    num_envs = args.num_envs
-    # On a CPU, threads of ours play in a group of environments each; PyTorch's own would share each layer and wait for
-    # one another. Not with --compile: what it makes belongs to one thread.
-    cores = torch.get_num_threads() if device.type == "cpu" else 1
-    workers = 1 if args.compile else max(n for n in (1, 2, 3, 4) if cores % n == 0)
-    num_groups = args.env_groups or min(num_envs, workers if device.type == "cpu" else 1 + (num_envs > os.cpu_count()))
-    parts = [slice(num_envs * g // num_groups, num_envs * (g + 1) // num_groups) for g in range(num_groups)]
-    groups = [make_envs(replace(args, num_envs=part.stop - part.start)) for part in parts]
-    pool = ThreadPoolExecutor(num_groups, initializer=torch.set_num_threads, initargs=(max(1, cores // num_groups),))
-    interrupted = False
+def evaluate(network, states):
+    """log π(·|s) (N, A) and V(s) (N,), both float32 whatever the network computes in."""
+    logits, values = network(states)
+    log_pi = logits.float().log_softmax(-1)
+    return log_pi, values.float()
 
-    def finish_iteration(signum, frame):
-        nonlocal interrupted
-        interrupted = True
-        if world_size == 1:  # torchrun may pass a signal on twice, and kills what is left after 30 s
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
-    handlers = {signum: signal.signal(signum, finish_iteration) for signum in (signal.SIGINT, signal.SIGTERM)}
-    if groups[0].metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs must return an environment with autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP")
-    if any(envs.num_envs != part.stop - part.start for envs, part in zip(groups, parts, strict=True)):
-        fail("make_envs(args) must return args.num_envs environments; it is called for each of --env-groups")
-    num_actions = int(groups[0].single_action_space.n)
-    longest = args.rollout_max if args.adapt_rollout else args.num_steps  # rollout, in steps
+def log_prob_of(log_pi, actions):
+    """log π(a|s) (N,) of the actions (N,), from log π(·|s) (N, A)."""
+    return log_pi.gather(1, actions[:, None]).squeeze(1)
 
+
+def policy_of(network):
+    """The half of an ActorCritic that acts: a function from states (N, ...) to logits (N, A)."""
+    return lambda states: network(states)[0]
+
+
+def main(args: Args) -> Path:
+    """Train; returns the run's folder."""
+    check(args)
+    device, bfloat16 = pick_device(args)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
     torch.manual_seed(args.seed)
-    network = ActorCritic(groups[0]).to(device)
-    old_network = copy.deepcopy(network)  # θ_old
-    parameters = list(network.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-5, fused=True)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    envs = make_envs(args)
+    num_envs = args.num_envs
+    network = ActorCritic(envs).to(device)
+    old_network = copy.deepcopy(network)  # ABS: θ_old
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    saved = load_checkpoint(args, network=network, optimizer=optimizer)  # {} in a new run
+    global_step = saved.get("global_step", 0)
+    iteration = saved.get("iteration", 0)
+    updates = saved.get("updates", 0)  # gradient steps
+    adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
+    divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
+    rollouts = deque(maxlen=args.replay_rollouts + 1)  # newest first
+    first_obs, info = envs.reset(seed=fresh_seed(args.seed, iteration))
+    next_obs = torch.from_numpy(first_obs).to(device)
+    lives = info.get("lives")  # for --episodic-life
+    lost_life = np.zeros(num_envs, bool)
+    check_seams(args, envs, info, network(next_obs))
+    run = Run(args, device, bfloat16, saved)
 
-    global_step, iteration, adaptive_length, seconds = 0, 0, float(args.num_steps), 0.0
-    recent_scores, kl = deque(maxlen=100), None
-    if checkpoint:
-        network.load_state_dict(checkpoint["network"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        global_step, iteration = checkpoint["global_step"], checkpoint["iteration"]
-        adaptive_length, seconds = checkpoint["adaptive_length"], checkpoint["seconds"]
-        recent_scores.extend(checkpoint["recent_scores"])
-
-    def fresh_seed() -> int:
-        """31 bits that differ with the run's seed, the process and the iteration."""
-        sequence = np.random.SeedSequence(args.seed, spawn_key=(rank, iteration))
-        return int(sequence.generate_state(1)[0]) >> 1
-
-    # Environment i gets this seed + i, which must stay below 2^31.
-    resets = [envs.reset(seed=fresh_seed() // 2 + part.start) for envs, part in zip(groups, parts, strict=True)]
-    next_obs = [observations for observations, _ in resets]  # of each group
-    if args.episodic_life and "lives" not in resets[0][1]:
-        fail(f"--episodic-life: {args.env_id} does not tell the number of lives; take --no-episodic-life")
-
-    folder = None
-    if rank == 0:
-        folder, metrics, episodes = open_run(args, device, dtype, global_step)
-        print(f"{sum(p.numel() for p in parameters):,} parameters, {device}, {dtype}; this run is in {folder}")
-    if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        for tensor in network.state_dict().values():  # on processors of several kinds, the last bit may differ
-            dist.broadcast(tensor, 0)
-
-    def save_checkpoint():
-        state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "args": asdict(args)}
-        state |= {"global_step": global_step, "adaptive_length": adaptive_length, "recent_scores": list(recent_scores)}
-        state |= {"iteration": iteration}  # each one seeds its random numbers anew: there is no RNG state to keep
-        state |= {"script": Path(__file__).name, "world_size": world_size, "seconds": seconds}
-        torch.save(state, folder / "checkpoint.tmp")
-        os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # at any moment, one whole file is there
-
-    # Storage for the longest rollout, and for those replayed. Observations are kept once, as they come, in
-    # (1 + replay_rollouts) · E · L_max · 28,224 bytes of uint8. values are V(s_t); final_values that of the last state
-    # of an episode that was cut at t.
-    slots = args.replay_rollouts + 1
-    obs = torch.from_numpy(next_obs[0]).new_zeros((slots, longest, num_envs, *next_obs[0].shape[1:]), device=device)
-    actions = torch.zeros((slots, longest, num_envs), dtype=torch.int64, device=device)
-    log_behavior = torch.zeros((slots, longest, num_envs, num_actions), device=device)  # log π_b(·|s_t), all actions
-    advantages, returns = torch.zeros((2, slots, longest, num_envs), device=device)
-    kept = deque(maxlen=slots)  # where in the storage, flattened, the transitions of each rollout are
-    values, final_values = torch.zeros((2, longest + 1, num_envs), device=device)
-    rewards = np.zeros((longest, num_envs), dtype=np.float32)
-    terminated, truncated = np.zeros((2, longest, num_envs), dtype=bool)
-    scores, episode_steps = np.zeros((2, num_envs))
-    lost_life = np.zeros(num_envs, dtype=bool)
-    if args.episodic_life:
-        lives = np.concatenate([info["lives"] for _, info in resets])
-
-    act = network if num_groups == 1 else network.forward  # CUDA graphs, and so --compile, belong to one thread
-    if args.compile:
-        torch._functorch.config.backward_pass_autocast = "off"  # else the float32 head's gradient would be in bfloat16
-        for compiled in (network, old_network):  # on a GPU "reduce-overhead" replays a CUDA graph, one a batch size
-            compiled.compile(mode="reduce-overhead")
-        try:
-            with autocast:
-                minibatch = obs.flatten(0, 2)[: args.num_steps * num_envs // args.num_minibatches]
-                sum(output.sum() for output in network(minibatch)).backward()
-                with torch.no_grad():
-                    act(obs[0, 0, parts[0]])
-            optimizer.zero_grad()
-        except Exception as error:  # no C++ compiler, no Triton, ...: torch has many ways to say it
-            network._compiled_call_impl = old_network._compiled_call_impl = None
-            print(f"--compile: {type(error).__name__}, so this run goes on without", file=sys.stderr)
-    if rank == 0:
-        save_checkpoint()
-    saved_at = time.perf_counter()
-    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=rank > 0)
-
-    def play(group):
-        """Collects the rollout of one group of environments."""
-        envs, part = groups[group], parts[group]
-        for t in range(length + 1):
-            now = t, part
-            frames = torch.from_numpy(next_obs[group])
-            if device.type == "cuda":  # crosses once, as uint8, from pinned memory
-                frames = frames.pin_memory().to(device, non_blocking=True)
-            with torch.no_grad(), autocast:
-                logits, values[now] = act(frames)
-            if t == length:  # of this state, the next rollout's first, only the value is needed
-                return
-            obs[slot, t, part] = frames
-            log_behavior[slot, t, part] = logits.log_softmax(-1)
-            actions[slot, t, part] = (logits + gumbel[now]).argmax(-1)
-            chosen = actions[slot, t, part].cpu().numpy()
-            if lost_life[part].any():  # in the step before; as what follows is the same whatever was drawn,
-                # the gradient of the draw is 0 in expectation, and FIRE, which was not drawn, needs no correction
-                chosen = np.where(lost_life[part], envs.fire_action, chosen)
-            next_obs[group], reward, terminated[now], truncated[now], info = envs.step(chosen)
-            rewards[now] = np.sign(reward)
-            scores[part] += reward
-            episode_steps[part] += 1
-            done, cut = terminated[now] | truncated[now], np.flatnonzero(truncated[now])
-            if len(cut):  # the value of the cut episode's own last observation, not of the next one's first
-                last_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
-                with torch.no_grad(), autocast:  # .forward bypasses --compile: its batch size varies
-                    final_values[t, part.start + cut] = network.forward(last_obs)[1]
-            if args.episodic_life:
-                lost_life[part] = (info["lives"] < lives[part]) & ~done  # where done, lives are the next episode's
-                lives[part] = info["lives"]
-                terminated[now] |= lost_life[part]
-            for i in part.start + np.flatnonzero(done):
-                ended.append((t, i, float(scores[i]), int(episode_steps[i])))
-                scores[i] = episode_steps[i] = 0
-
-    stop = False
-    while global_step < args.total_timesteps and not stop:
-        started = time.perf_counter()
-        torch.manual_seed(fresh_seed())
+    while global_step < args.total_timesteps and not run.stopped:
+        iteration += 1
+        seed = fresh_seed(args.seed, iteration)
+        torch.manual_seed(seed)  # anew in each iteration: there is no RNG state to save
         length = round(adaptive_length)
         batch_size = length * num_envs
-        optimizer.param_groups[0]["lr"] = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, global_step)
-        # K counts iterations: the KL divergence is that of one iteration's updates, every K-th.
+        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        # K counts iterations: the KL compares the policies before and after a K-th one's updates.
         measure = iteration % args.adapt_frequency == 0
         if measure:
-            old_network.load_state_dict(network.state_dict())  # θ_old ← θ
+            old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
 
-        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from the policy: with Gumbel noise
-        # on the logits, argmax is such a draw, and for any grouping of the environments the same one.
-        gumbel = -torch.empty((length, num_envs, num_actions), device=device).exponential_().log()
-        slot = iteration % slots  # overwrites the oldest rollout
-        ended = []  # episodes
-        list((map if num_groups == 1 else pool.map)(play, range(num_groups)))  # others act while one's emulators run
-        for t, _, score, steps in sorted(ended):
-            recent_scores.append(score)
-            if rank == 0:
-                step = global_step + (t + 1) * num_envs * world_size
-                episodes.write({"global_step": step, "episodic_return": score, "episodic_length": steps})
-        global_step += batch_size * world_size
+        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from π_θ.
+        obs = next_obs.new_zeros((length, *next_obs.shape))  # as they come: uint8 on Atari
+        actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
+        values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), up to t = L
+        log_behavior = []  # log π_b(·|s_t) of all actions, (E, A) each
+        final_values, rewards = torch.zeros((2, length, num_envs), device=device)
+        terminated, truncated = torch.zeros((2, length, num_envs), dtype=torch.bool, device=device)
+        with torch.no_grad(), autocast:
+            for t in range(length):
+                obs[t] = next_obs
+                log_pi, values[t] = evaluate(network, next_obs)
+                actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
+                log_behavior.append(log_pi)
+                pressed = actions[t].numpy(force=True)
+                if lost_life.any():  # the policy learns from its own choice all the same
+                    pressed = np.where(lost_life, envs.fire_action, pressed)
+                frames, reward, ended, cut, info = envs.step(pressed)
+                next_obs = torch.from_numpy(frames).to(device)
+                rewards[t] = torch.from_numpy(np.sign(reward))
+                terminated[t] = torch.from_numpy(ended)
+                truncated[t] = torch.from_numpy(cut)
+                if cut.any():  # the advantage needs the cut episode's own last observation
+                    final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
+                    final_values[t, truncated[t]] = evaluate(network, final_obs)[1]
+                if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
+                    lost_life = ended & (info["lives"] < lives)
+                    lives = info["lives"]
+                global_step += num_envs
+                run.count_episodes(global_step, reward, (ended | cut) & ~lost_life)
+            values[length] = evaluate(network, next_obs)[1]
 
-        # 2. Update θ: several passes over the rollout, and those replayed, in shuffled mini-batches.
-        reward, term, trunc = (torch.from_numpy(x[:length]).to(device) for x in (rewards, terminated, truncated))
-        next_values = torch.where(trunc, final_values[:length], values[1 : length + 1])
-        estimates = gae(reward, values[:length], next_values, term, trunc, args.gamma, args.gae_lambda)
-        advantages[slot, :length], returns[slot, :length] = estimates, estimates + values[:length]
-        # for as long as a rollout is kept, its advantages and returns stay those of the policy that collected it
-        kept.append(slot * longest * num_envs + torch.arange(batch_size, device=device))
-        transitions = torch.cat(tuple(kept))
-        b_obs, b_actions, b_log_behavior = obs.flatten(0, 2), actions.flatten(), log_behavior.flatten(0, 2)
-        b_advantages, b_returns = advantages.flatten(), returns.flatten()
-        num_updates = args.update_epochs * args.num_minibatches
-        means = torch.zeros(8, device=device)  # of what is logged below
-        for _ in range(args.update_epochs):
-            order = torch.randperm(len(transitions), device=device)
-            for minibatch in transitions[order].tensor_split(args.num_minibatches):
+        # 2. Update θ by P3O's loss: N_epochs passes in shuffled mini-batches.
+        next_values = torch.where(truncated, final_values, values[1:])
+        advantages = gae(
+            rewards, values[:-1], next_values, terminated, truncated, args.gamma, args.gae_lambda
+        )
+        rollout = obs, actions, torch.stack(log_behavior), advantages, advantages + values[:-1]
+        rollouts.appendleft([tensor.flatten(0, 1) for tensor in rollout])
+        batch = [torch.cat(tensors) for tensors in zip(*rollouts, strict=True)]
+        epochs = args.update_epochs
+        if args.scale_epochs:
+            epochs = max(epochs, epochs * length // args.base_steps)
+        for _ in range(epochs):
+            shuffled = torch.randperm(len(batch[0]), device=device)
+            for minibatch in shuffled.tensor_split(args.num_minibatches):
+                sampled = [tensor.index_select(0, minibatch) for tensor in batch]
+                states, action, behavior, advantage, target = sampled
                 with autocast:
-                    logits, value = network(b_obs.index_select(0, minibatch))
-                log_pi = logits.log_softmax(-1)
-                advantage = b_advantages[minibatch]
+                    log_pi, value = evaluate(network, states)
                 advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
-                b = b_log_behavior[minibatch], b_actions[minibatch], advantage
-                policy_loss, ess, behavior_kl, capped = p3o_loss(log_pi, *b)
-                # no clip range here either
-                value_loss = 0.5 * (value - b_returns[minibatch]).square().mean()
+                policy_loss, ess, pull, capped = p3o_loss(log_pi, behavior, action, advantage)
+                value_loss = 0.5 * (value - target).square().mean()
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-                (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).backward()
-                if world_size > 1:
-                    gradient = average(torch.cat([p.grad.flatten() for p in parameters]), world_size)
-                    for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
-                        p.grad.copy_(g.view_as(p.grad))
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                optimizer.step()
+                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
                 optimizer.zero_grad()
-                logged = (policy_loss, value_loss, entropy, value.mean(), grad_norm, ess, behavior_kl, capped)
-                means += torch.stack(logged).detach() / num_updates
-        means = average(means, world_size).tolist()
-        policy_loss, value_loss, entropy, value, grad_norm, ess, behavior_kl, capped = means
-        if not math.isfinite(policy_loss + value_loss + grad_norm):
-            progress.close()
-            fail(f"the loss is not finite at step {global_step}; the last good checkpoint is {folder}/checkpoint.pt", 1)
+                loss.backward()
+                grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
+                optimizer.step()
+                updates += 1
 
         # 3. Adapt: measure how far the updates moved the policy, and let the next rollouts follow.
+        kl = divergence = None
         if measure:
-            sample = torch.randperm(batch_size, device=device)[: args.reference_states]
-            reference = b_obs.index_select(0, kept[-1][sample])  # B_ref, from the rollout just learned from
-            policy, old_policy = (lambda states, net=net: net(states)[0] for net in (network, old_network))
+            # B_ref has a generator of its own, so that measuring does not change what is learned.
+            generator = torch.Generator().manual_seed(seed)
+            sample = torch.randperm(batch_size, generator=generator)[: args.reference_states]
+            policy, old_policy = policy_of(network), policy_of(old_network)
             with autocast:
-                kl = mean_kl_divergence(policy, old_policy, reference)
-                divergence = behavioral_divergence(policy, old_policy, reference)
-            signals = torch.tensor([kl, divergence, values[:length].var(correction=0)], device=device)
-            kl, divergence, value_variance = average(signals, world_size).tolist()
-            if args.adapt_rollout:
-                thresholds, bounds = (args.delta_min, args.delta_max), (args.rollout_min, args.rollout_max)
-                adaptive_length = rollout_length(kl, adaptive_length, thresholds, bounds, args.beta)
+                kl = mean_kl_divergence(policy, old_policy, batch[0][sample])  # ABS
+                divergence = behavioral_divergence(policy, old_policy, batch[0][sample])
+            divergences.append(kl)
+            if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
+                adaptive_length = rollout_length(  # ABS
+                    sum(divergences) / len(divergences),
+                    adaptive_length,
+                    rollout_min=args.rollout_min,
+                    rollout_max=args.rollout_max,
+                    delta_min=args.delta_min,
+                    delta_max=args.delta_max,
+                    beta=args.beta,
+                )
 
-        # 4. Log, save, and let the processes agree on whether to stop.
-        iteration += 1
-        took = time.perf_counter() - started
-        seconds += took
-        if rank == 0:
-            score = np.mean(recent_scores).item() if recent_scores else None
-            row = {
-                "global_step": global_step,
-                "charts/seconds": seconds,
-                "charts/SPS": world_size * batch_size / took,
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                "charts/episodic_return": score,  # mean of the last 100 episodes
-                "abs/rollout_length": length,
-                "abs/batch_size": world_size * batch_size,
-                "abs/kl_divergence": kl if measure else None,
-                "abs/behavioral_divergence": divergence if measure else None,
-                "abs/value_variance": value_variance if measure else None,
-                "losses/policy_loss": policy_loss,
-                "losses/value_loss": value_loss,
-                "losses/entropy": entropy,
-                "losses/values": value,
-                "losses/grad_norm": grad_norm,
-                "p3o/ess": ess,  # the cap, too
-                "p3o/kl_weight": 1 - ess,
-                "p3o/kl": behavior_kl,
-                "p3o/capped": capped,  # the share of ratios above the cap
-            }
-            metrics.write(row)
-            shown = {"return": score, "KL": kl, "L": length, "batch": row["abs/batch_size"]}
-            progress.set_postfix(shown, refresh=False)
-            progress.update(world_size * batch_size)
-            if time.perf_counter() - saved_at > args.checkpoint_every:
-                save_checkpoint()
-                saved_at = time.perf_counter()
-        stop = average(torch.tensor(float(interrupted), device=device), world_size).item() > 0
-
-    progress.close()
-    if rank == 0:
-        save_checkpoint()
-        result = f"mean return {np.mean(recent_scores):.2f}" if recent_scores else "no episode has ended yet"
-        print(f"step {global_step:,}: {result}, L = {adaptive_length:.1f}")
-        print(f"metrics and checkpoint: {folder}")
-        if args.track:
-            metrics.wandb.finish()
-    pool.shutdown()
-    for envs in groups:
-        envs.close()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    if world_size > 1:
-        dist.destroy_process_group()
-    return folder
+        # 4. Log and save. Losses are the last mini-batch's.
+        row = {
+            "global_step": global_step,
+            "charts/updates": updates,
+            "charts/learning_rate": learning_rate,
+            "abs/rollout_length": length,
+            "abs/batch_size": batch_size,
+            "abs/kl_divergence": kl,
+            "abs/behavioral_divergence": divergence,
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.item(),
+            "losses/grad_norm": grad_norm.item(),
+            "p3o/ess": ess.item(),
+            "p3o/kl": pull.item(),
+            "p3o/capped": capped.item(),
+        }
+        run.log(row)
+        run.save(
+            network=network.state_dict(),
+            optimizer=optimizer.state_dict(),
+            global_step=global_step,
+            iteration=iteration,
+            updates=updates,
+            adaptive_length=adaptive_length,
+            divergences=list(divergences),
+        )
+    envs.close()
+    run.close()
+    return run.folder
 
 
-# --- Input checks, files and processes: nothing from here on is about the algorithm. ---
+# --- From here on: checks, files, signals, W&B. Nothing of it is about the algorithm. ---
+
+SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its own name here
 
 
-def fail(message: str, status: int = 2):
-    """End with one line on stderr. Status 2: the input is wrong, nothing was done; 1: the run went wrong."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes on a machine, one speaks
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+def fail(message, status=2):
+    """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
+    print(f"{SCRIPT}: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 
-def check_args(args: Args, rules: list[tuple[str, bool, str]] | tuple = ()) -> None:
-    """Refuse arguments that make no run, before any work starts. Every comparison is such that NaN fails it.
-
-    Rules are an argument's name, whether it is fine, and what it must be; some are the script's own.
-    """
-    counts = "total_timesteps num_envs num_minibatches update_epochs num_steps adapt_frequency reference_states"
-    rules = [*((name, getattr(args, name) >= 1, "at least 1") for name in [*counts.split(), "rollout_min"]), *rules]
-    rules += [(name, 0 <= getattr(args, name) <= 1, "between 0 and 1") for name in ("gamma", "beta")]
-    positives = "learning_rate max_grad_norm checkpoint_every"
-    rules += [(name, 0 < getattr(args, name) < math.inf, "positive and finite") for name in positives.split()]
-    shortest, longest = (args.rollout_min, args.rollout_max) if args.adapt_rollout else (args.num_steps, args.num_steps)
-    rules += [
-        ("seed", 0 <= args.seed < 2**63, "at least 0 and below 2^63"),
-        ("rollout_max", args.rollout_max >= args.rollout_min, f"at least rollout-min, {args.rollout_min}"),
-        ("num_steps", shortest <= args.num_steps <= longest, f"in the rollout range, {shortest} to {longest}"),
-        ("num_minibatches", args.num_minibatches <= args.num_envs * shortest, "at most the transitions of a rollout"),
-        ("env_groups", args.env_groups is None or 1 <= args.env_groups <= args.num_envs, "from 1 to num-envs"),
-        ("precision", args.precision in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+def check(args):
+    """Refuse arguments that make no run, before any work starts."""
+    shortest = args.rollout_min if args.adapt_rollout else args.num_steps
+    limits = [
+        (1, math.inf, "total_timesteps num_envs update_epochs num_steps rollout_min"),
+        (1, math.inf, "adapt_frequency reference_states divergence_window base_steps"),
+        (0, math.inf, "seed burn_in replay_rollouts"),
+        (0, 1, "gamma gae_lambda beta"),
+        (0, 1e9, "ent_coef vf_coef"),
+        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),
+        (1, args.num_envs * shortest, "num_minibatches"),
     ]
-    for name, fine, need in rules:
-        if not fine:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {need}")
+    if args.adapt_rollout:
+        limits.append((args.rollout_min, args.rollout_max, "num_steps"))
+    for low, high, names in limits:
+        for name in names.split():
+            value = getattr(args, name)
+            if not low <= value <= high:  # as NaN is not, either
+                fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
+    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+    if args.resume is None and run_folder(args).exists():
+        fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
 
 
-def pick_device(args: Args) -> tuple[torch.device, torch.dtype]:
-    """The device, and the precision of the network's body: bfloat16 where the hardware multiplies it natively."""
+def pick_device(args):
+    """The device, and whether the network's body works in bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if name == "cpu":
-        device, capabilities = torch.device("cpu"), torch.cpu.get_capabilities()
-        native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    elif not re.fullmatch(r"cuda(:\d+)?", name) or (processes > 1 and ":" in name):
-        fail(f"--device {name}: it must be auto, cpu, cuda or, for a single process, cuda:N")
-    else:
-        device = torch.device(name if ":" in name else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
-        if max(processes, device.index + 1) > torch.cuda.device_count():
-            fail(f"--device {name}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; try --device cpu")
-        torch.cuda.set_device(device)
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    precision = args.precision.replace("auto", "bfloat16" if native else "float32")
-    return device, torch.bfloat16 if precision == "bfloat16" else torch.float32
-
-
-def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint of this script. With weights_only=True a file from a stranger can't run code."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # a foreign file gets our one line, not torch's as well
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            script, same_flags = checkpoint["script"], checkpoint["args"].keys() == asdict(Args()).keys()
-    except FileNotFoundError:
-        fail(f"--resume {path}: there is no such file")
-    except Exception:  # torch.load has about ten ways to say it of torn and foreign files
-        fail(f"--resume {path}: this is no checkpoint, or not a whole one")
-    if script != Path(__file__).name:
-        fail(f"--resume {path}: this checkpoint is from {script}; resume it there")
-    if not same_flags:
-        fail(f"--resume {path}: this checkpoint is from a version of {script} that has other options")
+        device = torch.zeros(1, device=name).device
+    except Exception as error:  # PyTorch says it in several ways
+        fail(f"--device {name}: {str(error).splitlines()[0]}")
+    if args.precision != "auto":
+        return device, args.precision == "bfloat16"
+    if device.type == "cuda":  # emulated, it would be slower than float32
+        return device, torch.cuda.is_bf16_supported(including_emulation=False)
+    cpu = torch.cpu.get_capabilities()
+    return device, device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+
+
+def fresh_seed(seed, iteration):
+    """30 bits that differ with the run's seed and the iteration."""
+    return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
+
+
+def run_folder(args):
+    """Where the run's files are, or are going to be."""
+    if args.resume is not None:
+        return Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+    game = args.env_id.replace("/", "-")
+    name = f"{game}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
+    return Path(args.runs_dir, args.run_name or name)
+
+
+def load_checkpoint(args, **modules):
+    """The checkpoint of --resume, {} without; modules get their weights or optimiser state."""
+    if args.resume is None:
+        return {}
+    try:  # with weights_only=True, a file from a stranger runs no code
+        path = run_folder(args) / "checkpoint.pt"
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        Args(**checkpoint["args"])
+        length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
+        checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
+        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
+        for name, module in modules.items():
+            module.load_state_dict(checkpoint[name])
+    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
+        reason = str(error).partition("\n")[0]
+        fail(f"--resume {args.resume}: no checkpoint of this version of {SCRIPT} ({reason})")
     return checkpoint
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line. With --resume the checkpoint's arguments are the defaults, and few may be changed."""
-    args = tyro.cli(Args, args=argv)
-    if args.resume:
-        saved = load_checkpoint(args.resume)["args"]
-        args = tyro.cli(Args, args=argv, default=Args(**saved))
-        for name, value in asdict(args).items():
-            if name not in RESUME_MAY_CHANGE.split() and value != saved[name]:
-                fail(f"--{name.replace('_', '-')} {value} contradicts the checkpoint's {saved[name]}: leave it out")
-    return args
+def check_seams(args, envs, info, outputs):
+    """Do what make_envs and the network class return keep their promises?"""
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
+    shapes = [tuple(output.shape) for output in outputs]
+    num_actions = envs.single_action_space.n
+    if shapes != [(args.num_envs, num_actions), (args.num_envs,)]:
+        fail("the network must give logits (num_envs, actions) and values (num_envs,)")
+    if args.episodic_life and "lives" not in info:
+        fail(f"--episodic-life: {args.env_id} does not tell lives; take --no-episodic-life")
 
 
-class Table:
-    """A CSV file, one dict a row, written line by line; rows after last_step are cut off when it is opened."""
+class Run:
+    """A run's folder with its four files, the progress bar, W&B, and the signals that end it."""
 
-    wandb = None  # gets each row too, with --track
+    def __init__(self, args, device, bfloat16, saved):
+        self.args = args
+        self.interrupted = self.stopped = False
+        self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
+        self.score = np.zeros(args.num_envs)  # of the episodes under way
+        self.steps = np.zeros(args.num_envs, int)
+        self.seconds = saved.get("seconds", 0.0)
+        self.folder = run_folder(args)
+        self.folder.mkdir(exist_ok=bool(saved))
+        config = {
+            "script": SCRIPT,
+            "args": asdict(args),
+            "args_before": saved.get("args"),
+            "device": str(device),
+            "bfloat16": bfloat16,
+            "torch": torch.__version__,
+        }
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
+        self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
+        if saved:  # rows that came after the checkpoint are going to be written again
+            self.metrics.truncate(min(saved["metrics_size"], self.metrics.tell()))
+            self.episodes.truncate(min(saved["episodes_size"], self.episodes.tell()))
+        if self.episodes.tell() == 0:
+            self.episodes.write("global_step,episodic_return,episodic_length\n")
+        if args.track:
+            name = self.folder.name
+            wandb.init(
+                project=args.wandb_project, name=name, id=name, resume="allow", config=config
+            )
+        done = saved.get("global_step", 0)
+        self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
+        self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        self.row_at = time.time()
+        self.saved_at = 0.0
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+            if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
+                signal.signal(signum, self.interrupt)
 
-    def __init__(self, path: Path, last_step: int):
-        text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)  # a killed process may leave a torn one
-        kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= last_step]
-        path.with_suffix(".tmp").write_text("".join(kept))
-        os.replace(path.with_suffix(".tmp"), path)
-        self.file, self.empty = path.open("a", buffering=1), not kept
+    def interrupt(self, signum, frame):
+        """Let the iteration finish; a second Ctrl-C ends at once."""
+        self.interrupted = True
+        signal.signal(signum, signal.SIG_DFL)
 
-    def write(self, row: dict) -> None:
-        if self.empty:
-            self.file.write(",".join(row) + "\n")
-        self.empty = False
-        self.file.write(",".join("" if value is None else str(value) for value in row.values()) + "\n")
-        if self.wandb:
-            self.wandb.log({name: value for name, value in row.items() if value is not None})
+    def count_episodes(self, global_step, reward, ended):
+        """Add a step's rewards (E,) to the scores, and write those of the episodes that ended."""
+        self.score += reward
+        self.steps += 1
+        for score, steps in zip(self.score[ended], self.steps[ended], strict=True):
+            self.scores.append(float(score))
+            self.episodes.write(f"{global_step},{score},{steps}\n")
+        self.score[ended] = 0
+        self.steps[ended] = 0
 
+    def log(self, row):
+        """Write, show and send an iteration's numbers, with its time and the mean score."""
+        now = time.time()
+        self.seconds += now - self.row_at
+        row["charts/seconds"] = self.seconds
+        row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
+        row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
+        self.row_at = now
+        table = csv.DictWriter(self.metrics, row, lineterminator="\n")
+        if self.metrics.tell() == 0:
+            table.writeheader()
+        table.writerow(row)
+        if self.args.track:
+            sent = {name: value for name, value in row.items() if value is not None}
+            wandb.log(sent, step=row["global_step"])
+        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
+        self.progress.set_postfix(shown, refresh=False)
+        self.progress.update(row["abs/batch_size"])
 
-def open_run(args: Args, device: torch.device, dtype: torch.dtype, last_step: int):
-    """The folder <runs_dir>/<env>__<script>__<seed>__<time>, or the checkpoint's, with config.json, and its tables."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    versions = {module.__name__: str(module.__version__) for module in (torch, gymnasium, ale_py, np)}
-    config = {"script": Path(__file__).name, "args": asdict(args), "python": platform.python_version()} | versions
-    config |= {"device": f"{device} ({processor}), {dtype}", "git_commit": commit or None}
-    game = re.sub(r"[^\w.-]", "-", args.env_id)
-    names = (f"{game}__{Path(__file__).stem}__{args.seed}__{second}" for second in itertools.count(int(time.time())))
-    new = (Path(args.runs_dir, name) for name in names)
-    folder = Path(args.resume).parent if args.resume else next(path for path in new if not os.path.exists(path))
-    if args.track:
-        import wandb
-
-        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
+    def save(self, **state):
+        """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
+        for name, weights in state["network"].items():
+            if not weights.isfinite().all():
+                fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
+        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
+        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
+            return
+        state["args"] = asdict(self.args)
+        state["scores"] = list(self.scores)
+        state["seconds"] = self.seconds
+        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
+        state["episodes_size"] = self.episodes.seek(0, os.SEEK_END)
         try:
-            wandb.init(**where, name=folder.name, id=folder.name, resume="allow", config=config)
-        except wandb.Error as error:
-            fail(f"--track: {str(error).splitlines()[0]} (or set WANDB_MODE=offline)")
-        wandb.define_metric("*", step_metric="global_step")
+            torch.save(state, self.folder / "checkpoint.tmp")
+            os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
+            (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
+            fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
+        self.saved_at = time.time()
+
+    def close(self):
+        self.progress.close()
+        print(f"metrics and checkpoint: {self.folder}")
+
+
+def launch():
+    """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
     try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        metrics, episodes = (Table(folder / name, last_step) for name in ("metrics.csv", "episodes.csv"))
-    except OSError as error:
-        fail(f"can't write to {folder}: {error.strerror}")
-    metrics.wandb = episodes.wandb = wandb if args.track else None
-    return folder, metrics, episodes
-
-
-def average(tensor, world_size: int):
-    """The mean over all processes, in place; with one process, the tensor as it is.
-
-    Where another process is gone, gloo raises an error at once; NCCL waits, and torchrun ends the run.
-    """
-    if world_size > 1:
-        try:
-            dist.all_reduce(tensor)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            message = f"another process is gone, so this one ends; --resume goes on ({reason})"
-            tqdm.write(f"{Path(__file__).name}: {message}", file=sys.stderr)  # not into the progress bar's line
-            raise SystemExit(1) from None
-        tensor /= world_size
-    return tensor
+        args = tyro.cli(Args)
+        if args.resume is not None:
+            args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
+        main(args)
+    except (OSError, wandb.Error) as error:  # a bad folder, a full disk, a closed pipe, no account
+        fail(str(error).partition("\n")[0])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games are loaded ends at once, without a traceback
-    main(parse_args())
+    launch()
