@@ -258,17 +258,8 @@ def main(args: Args) -> Path:
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
     divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
 
-    # Room for the longest rollout. Observations are kept once, as they come: uint8 on Atari.
-    longest = args.rollout_max if args.adapt_rollout else args.num_steps
     first_obs, info = envs.reset(seed=fresh_seed(args.seed, iteration))
     next_obs = torch.from_numpy(first_obs).to(device)
-    obs = next_obs.new_zeros((longest, *next_obs.shape))
-    actions = torch.zeros((longest, num_envs), dtype=torch.int64, device=device)
-    values = torch.zeros((longest + 1, num_envs), device=device)  # max_a Q(s_t, a), up to t = L
-    final_values = torch.zeros((longest, num_envs), device=device)  # max_a Q of cut episodes' ends
-    rewards = torch.zeros((longest, num_envs), device=device)
-    terminated = torch.zeros((longest, num_envs), dtype=torch.bool, device=device)
-    truncated = torch.zeros((longest, num_envs), dtype=torch.bool, device=device)
     lives = info.get("lives")  # for --episodic-life
     lost_life = np.zeros(num_envs, bool)
     check_seams(args, envs, info, q_network(next_obs))
@@ -291,38 +282,41 @@ def main(args: Args) -> Path:
         epsilon = args.start_e + explored * (args.end_e - args.start_e)
         explore = torch.rand((length, num_envs), device=device) < epsilon
         random_actions = torch.randint(num_actions, (length, num_envs), device=device)
-        for t in range(length):
-            obs[t] = next_obs
-            with torch.no_grad(), autocast:
-                values[t], greedy_actions = q_network(next_obs).float().max(-1)
-            actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-            if lost_life.any():
-                actions[t, torch.from_numpy(lost_life)] = envs.fire_action
-            frames, reward, ended, cut, info = envs.step(actions[t].numpy(force=True))
-            next_obs = torch.from_numpy(frames).to(device)
-            rewards[t] = torch.from_numpy(np.sign(reward))
-            terminated[t] = torch.from_numpy(ended)
-            truncated[t] = torch.from_numpy(cut)
-            if cut.any():  # the target needs the cut episode's own last observation
-                final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
-                with torch.no_grad(), autocast:
-                    final_values[t, truncated[t]] = q_network(final_obs).float().max(-1).values
-            if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
-                lost_life = ended & (info["lives"] < lives)
-                lives = info["lives"]
-            global_step += num_envs
-            run.count_episodes(global_step, reward, (ended | cut) & ~lost_life)
+        obs = next_obs.new_zeros((length, *next_obs.shape))  # as they come: uint8 on Atari
+        actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
+        values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), up to t = L
+        final_values, rewards = torch.zeros((2, length, num_envs), device=device)
+        terminated, truncated = torch.zeros((2, length, num_envs), dtype=torch.bool, device=device)
         with torch.no_grad(), autocast:
+            for t in range(length):
+                obs[t] = next_obs
+                values[t], greedy_actions = q_network(next_obs).float().max(-1)
+                actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
+                if lost_life.any():
+                    actions[t, torch.from_numpy(lost_life)] = envs.fire_action
+                frames, reward, ended, cut, info = envs.step(actions[t].numpy(force=True))
+                next_obs = torch.from_numpy(frames).to(device)
+                rewards[t] = torch.from_numpy(np.sign(reward))
+                terminated[t] = torch.from_numpy(ended)
+                truncated[t] = torch.from_numpy(cut)
+                if cut.any():  # the target needs the cut episode's own last observation
+                    final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
+                    final_values[t, truncated[t]] = q_network(final_obs).float().max(-1).values
+                if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
+                    lost_life = ended & (info["lives"] < lives)
+                    lives = info["lives"]
+                global_step += num_envs
+                run.count_episodes(global_step, reward, (ended | cut) & ~lost_life)
             values[length] = q_network(next_obs).float().max(-1).values
 
         # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-        was_cut = truncated[:length]
-        next_values = torch.where(was_cut, final_values[:length], values[1 : length + 1])
+        next_values = torch.where(truncated, final_values, values[1:])
         returns = lambda_returns(
-            rewards[:length], next_values, terminated[:length], was_cut, args.gamma, args.q_lambda
+            rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
         )
-        b_obs = obs[:length].flatten(0, 1)
-        b_actions, b_returns = actions[:length].flatten(), returns.flatten()
+        b_obs = obs.flatten(0, 1)
+        b_actions = actions.flatten()
+        b_returns = returns.flatten()
         epochs = args.update_epochs
         if args.scale_epochs:
             epochs = max(epochs, epochs * length // args.base_steps)
@@ -500,14 +494,8 @@ class Run:
         self.seconds = saved.get("seconds", 0.0)
         self.folder = run_folder(args)
         self.folder.mkdir(exist_ok=bool(saved))
-        config = {
-            "script": SCRIPT,
-            "args": asdict(args),
-            "args_before": saved.get("args"),
-            "device": str(device),
-            "bfloat16": bfloat16,
-            "torch": torch.__version__,
-        }
+        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
+        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
         self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
