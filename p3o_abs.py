@@ -122,8 +122,8 @@ class ActorCritic(nn.Module):
             layer_init(nn.Linear(7 * 7 * 64, 512)),
             nn.ReLU(),
         )
-        self.actor = layer_init(nn.Linear(512, num_actions), gain=0.01)  # π starts nearly uniform
-        self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
+        self.actor = layer_init(nn.Linear(512, num_actions), 0.01)  # π starts nearly uniform
+        self.critic = layer_init(nn.Linear(512, 1), 1.0)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
@@ -136,7 +136,8 @@ class ActorCritic(nn.Module):
         # The ratio of two nearly equal policies would drown in bfloat16's rounding.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
-            return self.actor(x), self.critic(x).squeeze(1)
+            values = self.critic(x).squeeze(1)
+            return self.actor(x), values
 
 
 def make_envs(args: Args):
@@ -179,7 +180,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     rollout ends or a time limit cuts the episode (truncated) there is no A_{t+1}, and this value
     stands in for all that follows.
     """
-    deltas = rewards + gamma * ~terminated * next_values - values
+    targets = rewards + gamma * ~terminated * next_values
+    deltas = targets - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
     advantage = torch.zeros_like(values[0])
@@ -192,7 +194,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 def effective_sample_size(log_ratios):
     """e_B = (Σ ρ_i)² / (N Σ ρ_i²) of log ρ (N,): from 1/N (one dominates) to 1 (all are equal)."""
     ratios = (log_ratios - log_ratios.max()).exp()  # e_B stays the same, and nothing overflows
-    return ratios.sum().square() / (len(ratios) * ratios.square().sum())
+    squared_sum = ratios.sum().square()
+    return squared_sum / (len(ratios) * ratios.square().sum())
 
 
 def kl_divergence(log_p, log_q):
@@ -210,12 +213,14 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
     int64, advantages (N,). Gradients flow through log π_θ and the KL only.
     """
     log_probs = log_prob_of(log_pi, actions)
-    log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()
+    behavior_log_probs = log_prob_of(log_behavior, actions)
+    log_ratios = (log_probs - behavior_log_probs).detach()
     ratios = log_ratios.exp()
     ess = effective_sample_size(log_ratios)
     weights = torch.minimum(ratios, ess)
     kl = kl_divergence(log_pi, log_behavior).mean()
-    loss = -(weights * log_probs * advantages).mean() + (1 - ess) * kl
+    policy_gradient = -(weights * log_probs * advantages).mean()
+    loss = policy_gradient + (1 - ess) * kl
     capped = (ratios > ess).float().mean()
     return loss, ess, kl.detach(), capped
 
@@ -293,7 +298,7 @@ def main(args: Args) -> Path:
     num_envs = args.num_envs
     network = ActorCritic(envs).to(device)
     old_network = copy.deepcopy(network)  # ABS: θ_old
-    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # lr: below
     saved = load_checkpoint(args, network=network, optimizer=optimizer)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
@@ -305,7 +310,7 @@ def main(args: Args) -> Path:
     next_obs = torch.from_numpy(first_obs).to(device)
     lives = info.get("lives")  # for --episodic-life
     lost_life = np.zeros(num_envs, bool)
-    check_seams(args, envs, info, network(next_obs))
+    check_promises(args, envs, info, network(next_obs))
     run = Run(args, device, bfloat16, saved)
 
     while global_step < args.total_timesteps and not run.stopped:
@@ -372,7 +377,7 @@ def main(args: Args) -> Path:
                     log_pi, value = evaluate(network, states)
                 advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
                 policy_loss, ess, pull, capped = p3o_loss(log_pi, behavior, action, advantage)
-                value_loss = 0.5 * (value - target).square().mean()
+                value_loss = F.mse_loss(value, target) / 2
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
                 loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
                 optimizer.zero_grad()
@@ -466,16 +471,18 @@ def check(args):
             value = getattr(args, name)
             if not low <= value <= high:  # as NaN is not, either
                 fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-    if args.resume is None and run_folder(args).exists():
-        fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
+    if args.resume is None:
+        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        if run_folder(args).exists():
+            fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
 
 
 def pick_device(args):
     """The device, and whether the network's body works in bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.zeros(1, device=name).device
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
     except Exception as error:  # PyTorch says it in several ways
         fail(f"--device {name}: {str(error).splitlines()[0]}")
     if args.precision != "auto":
@@ -505,9 +512,13 @@ def load_checkpoint(args, **modules):
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
+        path = Path(args.resume)
+        if path.is_dir():
+            path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         Args(**checkpoint["args"])
+        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
+            checkpoint[name].bit_length()  # an error where it is no integer
         length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
         checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
@@ -519,7 +530,7 @@ def load_checkpoint(args, **modules):
     return checkpoint
 
 
-def check_seams(args, envs, info, outputs):
+def check_promises(args, envs, info, outputs):
     """Do what make_envs and the network class return keep their promises?"""
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
@@ -543,14 +554,8 @@ class Run:
         self.seconds = saved.get("seconds", 0.0)
         self.folder = run_folder(args)
         self.folder.mkdir(exist_ok=bool(saved))
-        config = {
-            "script": SCRIPT,
-            "args": asdict(args),
-            "args_before": saved.get("args"),
-            "device": str(device),
-            "bfloat16": bfloat16,
-            "torch": torch.__version__,
-        }
+        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
+        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
         self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)

@@ -124,8 +124,8 @@ class ActorCritic(nn.Module):
             layer_init(nn.Linear(7 * 7 * 64, 512)),
             nn.ReLU(),
         )
-        self.actor = layer_init(nn.Linear(512, num_actions), gain=0.01)  # π starts nearly uniform
-        self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
+        self.actor = layer_init(nn.Linear(512, num_actions), 0.01)  # π starts nearly uniform
+        self.critic = layer_init(nn.Linear(512, 1), 1.0)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
@@ -138,7 +138,8 @@ class ActorCritic(nn.Module):
         # The ratio of two nearly equal policies would drown in bfloat16's rounding.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
-            return self.actor(x), self.critic(x).squeeze(1)
+            values = self.critic(x).squeeze(1)
+            return self.actor(x), values
 
 
 def make_envs(args: Args):
@@ -181,7 +182,8 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     rollout ends or a time limit cuts the episode (truncated) there is no A_{t+1}, and this value
     stands in for all that follows.
     """
-    deltas = rewards + gamma * ~terminated * next_values - values
+    targets = rewards + gamma * ~terminated * next_values
+    deltas = targets - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
     advantage = torch.zeros_like(values[0])
@@ -289,7 +291,7 @@ def main(args: Args) -> Path:
     num_envs = args.num_envs
     network = ActorCritic(envs).to(device)
     old_network = copy.deepcopy(network)  # ABS: θ_old
-    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # lr: below
     saved = load_checkpoint(args, network=network, optimizer=optimizer)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
@@ -300,7 +302,7 @@ def main(args: Args) -> Path:
     next_obs = torch.from_numpy(first_obs).to(device)
     lives = info.get("lives")  # for --episodic-life
     lost_life = np.zeros(num_envs, bool)
-    check_seams(args, envs, info, network(next_obs))
+    check_promises(args, envs, info, network(next_obs))
     run = Run(args, device, bfloat16, saved)
 
     while global_step < args.total_timesteps and not run.stopped:
@@ -351,7 +353,9 @@ def main(args: Args) -> Path:
         advantages = gae(
             rewards, values[:-1], next_values, terminated, truncated, args.gamma, args.gae_lambda
         )
-        b_obs, b_actions, b_log_probs = obs.flatten(0, 1), actions.flatten(), log_probs.flatten()
+        b_obs = obs.flatten(0, 1)
+        b_actions = actions.flatten()
+        b_log_probs = log_probs.flatten()
         b_values, b_advantages = values[:-1].flatten(), advantages.flatten()
         b_returns = b_advantages + b_values
         epochs = args.update_epochs
@@ -412,7 +416,6 @@ def main(args: Args) -> Path:
             "losses/value_loss": value_loss.mean().item(),
             "losses/entropy": entropy.mean().item(),
             "losses/clipfrac": clipped.float().mean().item(),
-            "losses/values": value.mean().item(),
             "losses/grad_norm": grad_norm.item(),
         }
         run.log(row)
@@ -425,7 +428,6 @@ def main(args: Args) -> Path:
             adaptive_length=adaptive_length,
             divergences=list(divergences),
         )
-
     envs.close()
     run.close()
     return run.folder
@@ -463,16 +465,18 @@ def check(args):
             value = getattr(args, name)
             if not low <= value <= high:  # as NaN is not, either
                 fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-    if args.resume is None and run_folder(args).exists():
-        fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
+    if args.resume is None:
+        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        if run_folder(args).exists():
+            fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
 
 
 def pick_device(args):
     """The device, and whether the network's body works in bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.zeros(1, device=name).device
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
     except Exception as error:  # PyTorch says it in several ways
         fail(f"--device {name}: {str(error).splitlines()[0]}")
     if args.precision != "auto":
@@ -502,9 +506,13 @@ def load_checkpoint(args, **modules):
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
+        path = Path(args.resume)
+        if path.is_dir():
+            path = path / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         Args(**checkpoint["args"])
+        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
+            checkpoint[name].bit_length()  # an error where it is no integer
         length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
         checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
@@ -516,7 +524,7 @@ def load_checkpoint(args, **modules):
     return checkpoint
 
 
-def check_seams(args, envs, info, outputs):
+def check_promises(args, envs, info, outputs):
     """Do what make_envs and the network class return keep their promises?"""
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
@@ -540,14 +548,8 @@ class Run:
         self.seconds = saved.get("seconds", 0.0)
         self.folder = run_folder(args)
         self.folder.mkdir(exist_ok=bool(saved))
-        config = {
-            "script": SCRIPT,
-            "args": asdict(args),
-            "args_before": saved.get("args"),
-            "device": str(device),
-            "bfloat16": bfloat16,
-            "torch": torch.__version__,
-        }
+        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
+        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
         self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
