@@ -1,73 +1,104 @@
-import copy
-import os
 import signal
-from types import SimpleNamespace
+import sys
 
 import pytest
 import torch
-from helpers import SmallActorCritic, SmallNetwork, load, record, started
+from helpers import SmallNetwork, contents, started
 
 import pqn_abs
 
 torch.set_num_threads(1)  # the networks are small
+PARTS = ("Args", "QNetwork", "make_envs", "SCRIPT")  # what an example replaces in pqn_abs
+ORIGINALS = {name: getattr(pqn_abs, name) for name in PARTS}
 
 
 @pytest.fixture(autouse=True)
-def signal_handlers():
-    """main() puts them back when it ends, but not where a test cuts it short."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def no_example(monkeypatch):
+    """Where a test file imports an example, pqn_abs.py stays itself for the others."""
+    for name, part in ORIGINALS.items():
+        monkeypatch.setattr(pqn_abs, name, part)
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing_behind():
+    """A test's signal handlers and processes end with it."""
+    signals = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+    before = [signal.getsignal(number) for number in signals]
     yield
-    for number, handler in before.items():
+    for number, handler in zip(signals, before, strict=True):
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def no_process_left():
-    yield
     while started:
-        if (process := started.pop()).poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        started.pop().kill()
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
-    """train(envs, network, script, **arguments) runs a script on an environment, or what makes one, and a network."""
+def example(monkeypatch):
+    """example(module) puts an example's parts into pqn_abs, as its command line does."""
 
-    def run(envs, network=None, script=pqn_abs, **arguments):
-        name = "QNetwork" if hasattr(script, "QNetwork") else "ActorCritic"
-        small = SmallNetwork if name == "QNetwork" else SmallActorCritic
-        monkeypatch.setattr(script, "make_envs", envs if callable(envs) else lambda args: envs)
-        monkeypatch.setattr(script, name, network or small)
-        arguments = {"runs_dir": str(tmp_path), "precision": "float32", "device": "cpu"} | arguments
-        arguments.setdefault("num_envs", getattr(envs, "num_envs", None))
-        return script.main(script.Args(**arguments))
+    def replace(module):
+        for name in PARTS[:3]:
+            monkeypatch.setattr(pqn_abs, name, getattr(module, name))
+        monkeypatch.setattr(pqn_abs, "SCRIPT", f"{module.__name__.rpartition('.')[2]}.py")
+
+    return replace
+
+
+@pytest.fixture
+def launch(monkeypatch, capsys):
+    """launch(*arguments) is the command line in this process; returns the status and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["pqn_abs.py", *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            pqn_abs.launch()
+        except SystemExit as ended:
+            status = ended.code
+        return status, capsys.readouterr().err
 
     return run
 
 
 @pytest.fixture
-def watch(train, monkeypatch):
-    """Train and hand out what the second computation needs: the first network, the shuffled orders, the new network."""
+def refused(launch, tmp_path, monkeypatch):
+    """refused(*arguments) expects status 2 and one line, which it returns, and untouched files."""
 
-    def run(envs, script=pqn_abs, **arguments):
-        seen = SimpleNamespace(envs=record(envs), orders=[])
+    def run(*arguments):
+        monkeypatch.chdir(tmp_path)
+        before = contents(tmp_path)
+        status, errors = launch(*arguments)
+        after = contents(tmp_path)
+        after.pop(tmp_path / "runs", None)  # an empty folder for runs is no run
+        assert status == 2, errors
+        assert after == before
+        (line,) = errors.splitlines()
+        assert line.startswith(f"{pqn_abs.SCRIPT}: ")
+        return line
 
-        small = SmallNetwork if hasattr(script, "QNetwork") else SmallActorCritic
+    return run
 
-        def network(envs, *sizes):
-            seen.first = small(envs)
-            seen.start = copy.deepcopy(seen.first).double()
-            return seen.first
 
-        def randperm(*args, **options):
-            seen.orders.append(torch_randperm(*args, **options))
-            return seen.orders[-1]
+@pytest.fixture
+def seams(monkeypatch):
+    """seams(envs, network) puts them in pqn_abs.py's place of the games and the network."""
 
-        torch_randperm = torch.randperm
-        monkeypatch.setattr(torch, "randperm", randperm)
-        seen.folder = train(envs, network, script, **arguments)
-        monkeypatch.setattr(torch, "randperm", torch_randperm)
-        seen.args = script.Args(**load(seen.folder)["args"])
-        return seen
+    def replace(envs, network=SmallNetwork):
+        monkeypatch.setattr(pqn_abs, "make_envs", lambda args: envs)
+        monkeypatch.setattr(pqn_abs, "QNetwork", network)
+
+    return replace
+
+
+@pytest.fixture
+def train(tmp_path, seams):
+    """train(envs, network, **arguments) runs pqn_abs.py on envs and returns the run's folder."""
+    count = iter(range(1000))
+
+    def run(envs, network=SmallNetwork, **arguments):
+        seams(envs, network)
+        names = {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
+        defaults = {"num_envs": envs.num_envs, "device": "cpu", "precision": "float32"}
+        return pqn_abs.main(pqn_abs.Args(**(names | defaults | arguments)))
 
     return run

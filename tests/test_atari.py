@@ -1,123 +1,185 @@
-"""The real games: as a user starts them, and what the script asks of the emulator."""
+"""The real games: what make_envs asks of the emulator, and a run as a user starts it."""
 
+import inspect
+import itertools
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from helpers import ROOT, column, load, record, rows, start, without_clock
+from helpers import ROOT, SmallNetwork, column, load, rows, start
 
 import pqn_abs
 
-POLICY_GRADIENTS = {"ppo_abs.py", "p3o_abs.py"}
-SMALL = {"num_envs": 4, "num_minibatches": 2, "rollout_min": 8, "num_steps": 16, "rollout_max": 24}
+
+def make(**arguments):
+    return pqn_abs.make_envs(pqn_abs.Args(**arguments))
+
+
+def play(envs, steps, seed=1):
+    """Random actions; returns what each step gave, (obs, reward, terminated, truncated, info)."""
+    rng = np.random.default_rng(seed)
+    obs, info = envs.reset(seed=seed)
+    seen = [(obs.copy(), None, None, None, info)]
+    for _ in range(steps):
+        obs, *rest = envs.step(rng.integers(envs.single_action_space.n, size=envs.num_envs))
+        seen.append((obs.copy(), *rest))
+    return seen
 
 
 @pytest.mark.parametrize(
-    "script, game",
-    [("pqn_abs.py", "ALE/Pong-v5"), *((path.name, "BreakoutNoFrameskip-v4") for path in sorted(ROOT.glob("*.py")))],
-)
-def test_a_run_from_the_command_line(tmp_path, monkeypatch, script, game):
-    monkeypatch.chdir(tmp_path)
-    options = {f"--{name.replace('_', '-')}": value for name, value in SMALL.items()}
-    options |= {"--env-id": game, "--total-timesteps": 2500, "--adapt-frequency": 3}
-    flags = ["--adapt-rollout"] if script in POLICY_GRADIENTS else ["--exploration-fraction", 1.0]
-    process = start(ROOT / script, *(part for option in options.items() for part in option), *flags)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert str(folder.relative_to(tmp_path)) in output
-
-    table = folder / "metrics.csv"
-    lengths, batches = column(table, "abs/rollout_length", int), column(table, "abs/batch_size", int)
-    assert 8 <= min(lengths) and max(lengths) <= 24 and len(set(lengths)) > 1
-    assert batches == [4 * length for length in lengths]
-    assert column(table, "global_step", int) == np.cumsum(batches).tolist()
-    assert 2500 <= sum(batches) == load(folder)["global_step"]
-    divergences = column(table, "abs/behavioral_divergence")
-    assert len(divergences) == -(-len(batches) // 3) and 0 <= min(divergences) and max(divergences) <= 1
-    names = "charts/seconds charts/SPS charts/epsilon losses/td_loss losses/q_values losses/grad_norm"
-    if script in POLICY_GRADIENTS:
-        names = "charts/SPS charts/learning_rate losses/policy_loss losses/value_loss losses/entropy losses/grad_norm"
-    for name in names.split():
-        assert len(column(table, name)) == len(batches) and np.isfinite(column(table, name)).all()
-    assert rows(folder / "episodes.csv") or game == "ALE/Pong-v5"  # a game of Pong takes longer
-    config = json.loads((folder / "config.json").read_text())
-    assert config["args"] == json.loads(json.dumps(load(folder)["args"])) and config["args"]["env_id"] == game
-    assert all(config[name] for name in ("script", "python", "torch", "gymnasium", "ale_py", "numpy", "device"))
-
-
-@pytest.mark.parametrize(
-    "game, rom, sticky",
+    "game, rom, sticky, buttons",
     [
-        ("BreakoutNoFrameskip-v4", "breakout", 0.0),
-        ("BreakoutNoFrameskip-v0", "breakout", 0.25),
-        ("ALE/Pong-v5", "pong", 0.25),
-        ("MsPacmanNoFrameskip-v4", "ms_pacman", 0.0),
+        ("BreakoutNoFrameskip-v4", "breakout", 0.0, "NOOP FIRE RIGHT LEFT"),
+        ("BreakoutNoFrameskip-v0", "breakout", 0.25, "NOOP FIRE RIGHT LEFT"),
+        ("ALE/Pong-v5", "pong", 0.25, "NOOP FIRE RIGHT LEFT RIGHTFIRE LEFTFIRE"),
+        ("FreewayNoFrameskip-v4", "freeway", 0.0, "NOOP UP DOWN"),
     ],
 )
-def test_game_is_the_registrys(monkeypatch, game, rom, sticky):
+def test_a_game_is_the_registrys(monkeypatch, game, rom, sticky, buttons):
+    """Guards the settings that the emulator gets, its own defaults included, and the actions."""
+    real = pqn_abs.AtariVectorEnv
     asked = {}
 
-    class Spy(pqn_abs.AtariVectorEnv):
-        def __init__(self, name, num_envs, **options):
-            asked.update(options, name=name)
-            super().__init__(name, num_envs, **options)
+    class Spy(real):
+        def __init__(self, *args, **options):
+            bound = inspect.signature(real.__init__).bind(self, *args, **options)
+            bound.apply_defaults()
+            asked.update(bound.arguments)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr(pqn_abs, "AtariVectorEnv", Spy)
-    envs = pqn_abs.make_envs(pqn_abs.Args(env_id=game, num_envs=3))
-    assert asked["name"] == rom and asked["repeat_action_probability"] == sticky
-    assert asked["frameskip"] == 4 and asked["max_num_frames_per_episode"] == 108_000
-    assert not asked["reward_clipping"] and not asked.get("episodic_life") and not asked.get("life_loss_info")
+    envs = make(env_id=game, num_envs=2)
+    assert asked["game"] == rom and asked["repeat_action_probability"] == sticky
+    assert asked["frameskip"] == 4 and asked["maxpool"] and asked["grayscale"]
+    assert asked["max_num_frames_per_episode"] == 108_000
+    assert not asked["reward_clipping"] and not asked["episodic_life"]
+    assert not asked["life_loss_info"] and not asked["full_action_space"]
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    obs, _ = envs.reset(seed=1)
-    assert obs.shape == (3, *envs.single_observation_space.shape) == (3, 4, 84, 84) and obs.dtype == np.uint8
-    assert envs.ale.get_action_set()[envs.fire_action].name == ("NOOP" if rom == "ms_pacman" else "FIRE")
+    names = [button.name for button in envs.ale.get_action_set()]
+    assert names == buttons.split() and envs.single_action_space.n == len(names)
+    assert names[envs.fire_action] == ("FIRE" if "FIRE" in names else "NOOP")
 
 
-def test_time_limit_is_a_truncation_with_its_own_last_frames(train, monkeypatch):
-    """A limit of 100 frames is one of 25 steps; the value after it is that of the frames the learner never acted on."""
-    seen = []
+def test_observations_are_the_last_four_frames():
+    """Guards the stack: each step pushes one new frame of uint8 behind the last three."""
+    seen = play(make(num_envs=3), 40)
+    for (before, *_), (after, _, terminated, *_) in itertools.pairwise(seen):
+        assert after.shape == (3, 4, 84, 84) and after.dtype == np.uint8
+        assert np.array_equal(after[~terminated, :3], before[~terminated, 1:])
+    assert len({obs.tobytes() for obs, *_ in seen}) == len(seen)
 
-    def network(envs):
-        seen.append(pqn_abs_network(envs))
-        return seen[0]
 
-    def lambda_returns(rewards, next_values, terminated, truncated, *rest):
-        rollout = envs.steps[-len(rewards) :]
-        assert np.array_equal(truncated.numpy(), [step["truncated"] for step in rollout])
-        assert not terminated.any()
-        for t, i in truncated.nonzero().tolist():
-            frames = torch.from_numpy(rollout[t]["true_next"][i])[None]
-            with torch.no_grad():
-                torch.testing.assert_close(next_values[t, i], seen[0](frames).max(), rtol=1e-3, atol=1e-3)
-            cut.append((t, i))
-        return targets(rewards, next_values, terminated, truncated, *rest)
-
-    cut, targets, pqn_abs_network, AtariVectorEnv = [], pqn_abs.lambda_returns, pqn_abs.QNetwork, pqn_abs.AtariVectorEnv
-    limit = {"max_num_frames_per_episode": 100}
-    monkeypatch.setattr(pqn_abs, "AtariVectorEnv", lambda *args, **options: AtariVectorEnv(*args, **options | limit))
-    monkeypatch.setattr(pqn_abs, "lambda_returns", lambda_returns)
-    envs = record(pqn_abs.make_envs(pqn_abs.Args(num_envs=4)))
-    folder = train(envs, network, total_timesteps=300, **SMALL)
-    assert len(cut) == len(rows(folder / "episodes.csv")) >= 8
-    assert set(column(folder / "episodes.csv", "episodic_length", int)) == {25}
+def test_a_lost_life_terminates_without_a_reset():
+    """Guards --episodic-life's reading of the emulator: fewer lives, and the game goes on."""
+    lost, over = 0, 0
+    seen = play(make(num_envs=4, episodic_life=True), 700)
+    for last, step in itertools.pairwise(seen):
+        before, *_, info = last
+        after, _, terminated, truncated, new_info = step
+        lives, new_lives = info["lives"], new_info["lives"]
+        lost_life = terminated & (new_lives < lives)
+        assert np.array_equal(terminated, new_lives != lives)
+        assert np.array_equal(
+            after[~terminated | lost_life, :3], before[~terminated | lost_life, 1:]
+        )
+        assert (new_lives[terminated & ~lost_life] == 5).all()  # a new game
+        assert not truncated.any()
+        lost += lost_life.sum()
+        over += (terminated & ~lost_life).sum()
+    assert over >= 8 and 4 * over <= lost <= 4 * over + 4 * 4
 
 
 def test_fire_follows_a_lost_life_in_breakout(train):
-    envs = record(pqn_abs.make_envs(pqn_abs.Args(num_envs=4)))
-    train(envs, total_timesteps=800, episodic_life=True, **SMALL)
-    fired = []
-    for last, step, following in zip(envs.steps, envs.steps[1:], envs.steps[2:], strict=False):
-        fired += following["action"][(step["lives"] < last["lives"]) & ~step["terminated"]].tolist()
-    assert len(fired) > 5 and set(fired) == {envs.fire_action}
+    """Guards training on the real game: the ball is served again, and scores are whole games'."""
+    envs = make(num_envs=4, episodic_life=True)
+    actions, lives, terminated = [], [], []
+    step = envs.step
+
+    def recorded(given):
+        result = step(given)
+        actions.append(np.array(given))
+        terminated.append(result[2].copy())
+        lives.append(result[4]["lives"].copy())
+        return result
+
+    envs.step = recorded
+    small = {"num_minibatches": 2, "rollout_min": 8, "num_steps": 16, "rollout_max": 24}
+    folder = train(envs, AtariNetwork, total_timesteps=2400, episodic_life=True, **small)
+    lives_before = np.stack([np.full(4, 5), *lives[:-1]])
+    lost_life = np.stack(terminated) & (np.stack(lives) < lives_before)
+    fired = np.stack(actions)[1:][lost_life[:-1]]
+    assert len(fired) > 20 and set(fired.tolist()) == {envs.fire_action}
+    games_over = np.stack(terminated) & ~lost_life
+    assert len(rows(folder / "episodes.csv")) == games_over.sum() > 0
 
 
-def test_same_seed_gives_the_same_game(train):
-    runs = []
-    for seed in (1, 1, 2):
-        envs = pqn_abs.make_envs(pqn_abs.Args(env_id="ALE/Breakout-v5", num_envs=4))
-        folder = train(envs, pqn_abs.QNetwork, seed=seed, total_timesteps=400, **SMALL)
-        runs.append((without_clock(folder / "metrics.csv"), rows(folder / "episodes.csv")))
-    assert runs[0] == runs[1] != runs[2]
+class AtariNetwork(SmallNetwork):
+    """Sees a few of the pixels, so that it takes no time."""
+
+    def __init__(self, envs):
+        super().__init__(envs)
+        self.hidden = torch.nn.Linear(4 * 7 * 7, 16)
+
+    def forward(self, frames):
+        return super().forward(frames[:, :, ::12, ::12])
+
+
+def test_a_network_with_too_many_outputs_is_refused(seams, refused):
+    """Guards against a hang: the emulator waits for ever after an action that it does not have."""
+
+    class OneMore(AtariNetwork):
+        def __init__(self, envs):
+            super().__init__(envs)
+            self.head = torch.nn.Linear(16, 5)
+
+    seams(make(num_envs=2), OneMore)
+    refused("--num-envs", 2, "--num-minibatches", 1, "--device", "cpu")
+
+
+NATIVE = pqn_abs.pick_device(pqn_abs.Args(device="cpu"))[1]
+
+
+@pytest.mark.skipif(not NATIVE, reason="bfloat16 is emulated here")
+@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="bfloat16 may be emulated here")
+def test_bfloat16_agrees_with_float32_on_real_frames():
+    """Guards the float32 head over a bfloat16 body: almost all greedy actions are the same."""
+    envs = make(num_envs=8)
+    frames = torch.from_numpy(np.concatenate([obs for obs, *_ in play(envs, 40)]))
+    torch.manual_seed(1)
+    network = pqn_abs.QNetwork(envs)
+    with torch.no_grad():
+        full = network(frames)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = network(frames)
+    assert half.dtype == torch.float32
+    assert (full.argmax(1) == half.argmax(1)).float().mean() > 0.97
+    assert len(full.argmax(1).unique()) > 1
+
+
+def test_a_run_from_the_command_line(tmp_path):
+    """Guards the script as a user starts it, on a real game with its real network."""
+    options = ["--num-envs", 4, "--num-minibatches", 2, "--episodic-life", "--adapt-frequency", 3]
+    options += ["--rollout-min", 8, "--num-steps", 16, "--rollout-max", 24]
+    options += ["--total-timesteps", 2000, "--runs-dir", tmp_path]
+    process = start(ROOT / "pqn_abs.py", *options)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("BreakoutNoFrameskip-v4__pqn_abs__1__")
+    assert str(folder) in output
+    table = folder / "metrics.csv"
+    lengths = column(table, "abs/rollout_length", int)
+    assert 8 <= min(lengths) < max(lengths) <= 24
+    assert len(column(table, "abs/behavioral_divergence")) == len(lengths) // 3
+    assert np.isfinite(column(table, "losses/td_loss")).all()
+    assert 2000 <= load(folder)["global_step"] == column(table, "global_step", int)[-1]
+    assert min(column(folder / "episodes.csv", "episodic_length", int)) > 50  # not a single life
+    assert json.loads((folder / "config.json").read_text())["args"]["episodic_life"]
+
+    process = start(ROOT / "pqn_abs.py", "--resume", folder, "--total-timesteps", 2200)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert load(folder)["global_step"] >= 2200

@@ -1,0 +1,572 @@
+"""The algorithm of pqn_abs.py, against the same computed a second time in another way."""
+
+import copy
+import itertools
+import math
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from helpers import FakeEnvs, SmallNetwork, column, load, rows, same_weights, stacked
+
+import pqn_abs
+from pqn_abs import behavioral_divergence, lambda_returns, rollout_length
+
+EQ4 = {"rollout_min": 16, "rollout_max": 64, "delta_min": 0.05, "delta_max": 0.95}
+
+# --- The pure functions ---
+
+
+def forward_view(rewards, next_values, terminated, truncated, gamma, q_lambda):
+    """The λ-return by its definition: n-step returns with weights (1-λ) λ^(n-1), the last the rest.
+
+    All arrays are (L, E).
+    """
+    returns = np.empty(rewards.shape)
+    for start, env in np.ndindex(rewards.shape):
+        n_step_returns = []
+        rewards_so_far = 0.0
+        for t in range(start, len(rewards)):
+            rewards_so_far += gamma ** (t - start) * rewards[t, env]
+            bootstrap = gamma ** (t - start + 1) * next_values[t, env] * (not terminated[t, env])
+            n_step_returns.append(rewards_so_far + bootstrap)
+            if terminated[t, env] or truncated[t, env]:
+                break
+        weights = (1 - q_lambda) * q_lambda ** np.arange(len(n_step_returns), dtype=float)
+        weights[-1] = q_lambda ** (len(n_step_returns) - 1)
+        returns[start, env] = weights @ n_step_returns
+    return returns
+
+
+@pytest.mark.parametrize("q_lambda", [0.0, 0.65, 1.0])
+@pytest.mark.parametrize("terminate, truncate", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.2), (0.3, 0.3)])
+def test_targets_are_lambda_returns(q_lambda, terminate, truncate):
+    """Guards the backward recursion, at both ends of λ and for each kind of ending."""
+    rng = np.random.default_rng(1)
+    rewards, next_values = rng.normal(size=(2, 12, 20))
+    terminated = rng.random((12, 20)) < terminate
+    truncated = rng.random((12, 20)) < truncate
+    arrays = (rewards, next_values, terminated, truncated)
+    computed = lambda_returns(*map(torch.from_numpy, arrays), 0.9, q_lambda)
+    np.testing.assert_allclose(computed, forward_view(*arrays, 0.9, q_lambda), atol=1e-6)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 25, 100])
+def test_divergence_is_the_share_of_changed_actions(changed):
+    """Guards BD from 0 to 1; Q-values that change without a change of their order do not count."""
+    old_values = torch.tensor([[3.0, 1.0, 2.0]]).repeat(100, 1)
+    values = 10 * old_values
+    values[:changed, 2] = 31
+    divergence = behavioral_divergence(lambda states: values, lambda states: old_values, None)
+    assert divergence == pytest.approx(changed / 100)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("low, high", [(0.05, 0.95), (0.001, 0.3)])
+def test_rollout_length_is_equation_4(beta, low, high):
+    """Guards the logarithm, the clipping and the smoothing, against geometric interpolation.
+
+    α is the share of the way from δ_min to δ_max in equal factors: δ = δ_min (δ_max / δ_min)^α.
+    """
+    for share in np.linspace(-0.5, 1.5, 41):
+        divergence = low * (high / low) ** share
+        target = 64 + (16 - 64) * np.clip(share, 0, 1)
+        for current in (16.0, 30.7, 64.0):
+            thresholds = {"delta_min": low, "delta_max": high}
+            length = rollout_length(divergence, current, **(EQ4 | thresholds), beta=beta)
+            assert length == pytest.approx(current + beta * (target - current), abs=1e-9)
+
+
+@pytest.mark.parametrize("divergence, expected", [(0.0, 64), (1.0, 16)])
+def test_rollout_length_at_the_ends_of_divergence(divergence, expected):
+    """Guards the logarithm of 0: nothing changed is as stable as it gets."""
+    assert rollout_length(divergence, 20.0, **EQ4, beta=1.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "swapped",
+    [
+        {"rollout_min": 64, "rollout_max": 16},
+        {"delta_min": 0.95, "delta_max": 0.05},
+        {"delta_min": 0.0},
+        {"rollout_min": 0},
+    ],
+)
+def test_rollout_length_refuses_swapped_bounds(swapped):
+    """Guards those who paste the function: swapped bounds would adapt the wrong way round."""
+    with pytest.raises(ValueError):
+        rollout_length(0.5, 32.0, **(EQ4 | swapped), beta=0.1)
+
+
+# --- The network ---
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(1)
+    envs = FakeEnvs(1)
+    envs.single_action_space = gymnasium.spaces.Discrete(3)
+    network = pqn_abs.QNetwork(envs)
+    nn.init.normal_(network.conv1.bias)  # with 0, LayerNorm would hide the scale of the pixels
+    return network
+
+
+@pytest.fixture(scope="module")
+def frames():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8, generator=generator)
+
+
+def test_network_is_the_nature_cnn_with_layer_norm(network, frames):
+    """Guards layers, strides, the pixels' scale and the norms' axes: the same in float64, NCHW."""
+    weights = [parameter.detach().double() for parameter in network.parameters()]
+    x = frames.double() / 255
+    for stride in (4, 2, 1):
+        kernel, bias, scale, shift = weights[:4]
+        weights = weights[4:]
+        x = F.conv2d(x, kernel, bias, stride)
+        norm = (x - x.mean((1, 2, 3), keepdim=True)) / (
+            x.var((1, 2, 3), correction=0, keepdim=True) + 1e-5
+        ).sqrt()
+        x = (norm * scale.permute(2, 0, 1) + shift.permute(2, 0, 1)).relu()
+    kernel, bias, scale, shift, head, head_bias = weights
+    x = F.layer_norm(x.flatten(1) @ kernel.T + bias, (512,), scale, shift).relu()
+    expected = x @ head.T + head_bias
+    assert expected.shape == (8, 3)
+    torch.testing.assert_close(network(frames).double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_network_keeps_its_head_in_float32(network, frames):
+    """Guards the action gaps: rounded to bfloat16, nearby Q-values would tie."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        q_values = network(frames)
+    assert q_values.dtype == torch.float32
+    assert not torch.equal(q_values, q_values.bfloat16().float())
+
+
+def test_layers_start_orthogonal_with_zero_biases():
+    """Guards the initialisation: the rows are orthogonal, each of the gain's length."""
+    layer = pqn_abs.layer_init(nn.Linear(20, 10))
+    torch.testing.assert_close(layer.weight @ layer.weight.T, 2 * torch.eye(10), rtol=0, atol=1e-5)
+    assert not layer.bias.any()
+
+
+# --- One iteration, computed twice ---
+
+
+class PlainRAdam:
+    """RAdam (Liu et al., 2020, Algorithm 2), with PyTorch's default constants."""
+
+    def __init__(self, parameters, lr):
+        self.parameters = parameters
+        self.lr = lr
+        self.t = 0
+        self.m = [torch.zeros_like(p) for p in parameters]
+        self.v = [torch.zeros_like(p) for p in parameters]
+
+    def step(self, gradients, b1=0.9, b2=0.999, eps=1e-8):
+        self.t += 1
+        longest = 2 / (1 - b2) - 1
+        rho = longest - 2 * self.t * b2**self.t / (1 - b2**self.t)
+        for p, g, m, v in zip(self.parameters, gradients, self.m, self.v, strict=True):
+            m.mul_(b1).add_((1 - b1) * g)
+            v.mul_(b2).add_((1 - b2) * g * g)
+            update = m / (1 - b1**self.t)
+            if rho > 5:
+                r = (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)
+                update = update * r**0.5 * (1 - b2**self.t) ** 0.5 / (v.sqrt() + eps)
+            p.data -= self.lr * update
+
+
+def second_computation(network, steps, orders, args):
+    """Update network (float64) as an iteration on the recorded steps should.
+
+    orders holds the shuffled indices of each epoch. Returns loss and gradient norm of the last
+    mini-batch.
+    """
+    rewards = np.sign(stacked(steps, "reward"))
+    true_next = torch.from_numpy(stacked(steps, "true_next")).flatten(0, 1)
+    with torch.no_grad():
+        next_values = network(true_next).amax(1).numpy().reshape(rewards.shape)
+    endings = (stacked(steps, "terminated"), stacked(steps, "truncated"))
+    returns = forward_view(rewards, next_values, *endings, args.gamma, args.q_lambda).flatten()
+    obs = torch.from_numpy(stacked(steps, "obs")).flatten(0, 1)
+    actions = stacked(steps, "action").flatten()
+    parameters = list(network.parameters())
+    optimizer = PlainRAdam(parameters, args.learning_rate)
+    for order in orders:
+        for minibatch in np.array_split(order.numpy(), args.num_minibatches):
+            taken = network(obs[minibatch])[range(len(minibatch)), actions[minibatch]]
+            loss = ((taken - torch.from_numpy(returns[minibatch])) ** 2).mean()
+            gradients = torch.autograd.grad(loss, parameters)
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+            optimizer.step([g * min(1.0, args.max_grad_norm / norm) for g in gradients])
+    return loss.item(), norm.item()
+
+
+@pytest.fixture
+def watch(train, monkeypatch):
+    """Train for one iteration; keep the first network in float64 and the shuffled orders."""
+
+    def run(envs, network=SmallNetwork, **arguments):
+        seen = SimpleNamespace(envs=envs, orders=[])
+        torch_randperm = torch.randperm
+
+        def make_network(envs):
+            made = network(envs)
+            seen.network = copy.deepcopy(made).double()
+            return made
+
+        def randperm(*args, **options):
+            seen.orders.append(torch_randperm(*args, **options))
+            return seen.orders[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "randperm", randperm)
+            seen.folder = train(envs, make_network, total_timesteps=1, **arguments)
+        seen.args = pqn_abs.Args(**load(seen.folder)["args"])
+        seen.orders = seen.orders[: seen.args.update_epochs]
+        return seen
+
+    return run
+
+
+class SummedNetwork(SmallNetwork):
+    """Two parameters that are added to each other: autograd gives both the same gradient tensor."""
+
+    def __init__(self, envs):
+        super().__init__(envs)
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.other_shift = nn.Parameter(torch.ones(4))
+
+    def forward(self, frames):
+        return super().forward(frames) + (self.shift + self.other_shift)
+
+
+ONE = {"num_steps": 7, "rollout_min": 5, "rollout_max": 9, "learning_rate": 0.01}
+CHUNKED = {"num_steps": 16, "num_minibatches": 2, "learning_rate": 0.01}  # 2 x 1280 transitions
+
+
+@pytest.mark.parametrize(
+    "envs, network, arguments",
+    [
+        (FakeEnvs(4), SmallNetwork, ONE),
+        (FakeEnvs(3), SmallNetwork, ONE | {"num_minibatches": 5}),  # sizes 5, 4, 4, 4, 4
+        (FakeEnvs(3, truncate=0.5), SmallNetwork, ONE | {"gamma": 0.9, "q_lambda": 0.9}),
+        (FakeEnvs(3), SmallNetwork, ONE | {"max_grad_norm": 0.05, "update_epochs": 3}),
+        (FakeEnvs(3, lives=3, terminate=0.4), SmallNetwork, ONE | {"episodic_life": True}),
+        (FakeEnvs(160), SmallNetwork, CHUNKED),
+        (FakeEnvs(160), SummedNetwork, CHUNKED),
+    ],
+    ids=["even", "uneven", "truncated", "clipped", "lives", "chunks", "summed-parameters"],
+)
+def test_iteration_computed_twice(watch, envs, network, arguments):
+    """Guards the whole of an iteration: what is stored, targets, epochs, chunks, clipping, RAdam.
+
+    A mini-batch of 1280 is learned in chunks, and its gradient is the whole mini-batch's.
+    """
+    seen = watch(envs, network, adapt_frequency=1, reference_states=10**6, **arguments)
+    before = copy.deepcopy(seen.network)
+    batch = envs.num_envs * seen.args.num_steps
+    for order in seen.orders:
+        assert sorted(order.tolist()) == list(range(batch))
+    td_loss, grad_norm = second_computation(seen.network, envs.steps, seen.orders, seen.args)
+
+    learned = load(seen.folder)["network"]
+    for name, expected in seen.network.state_dict().items():
+        torch.testing.assert_close(learned[name].double(), expected, rtol=1e-6, atol=1e-6)
+        assert (learned[name] - before.state_dict()[name]).abs().max() > 1e-4
+    (row,) = rows(seen.folder / "metrics.csv")
+    assert float(row["losses/grad_norm"]) == pytest.approx(grad_norm, rel=1e-4)
+    if batch < 1000:
+        assert float(row["losses/td_loss"]) == pytest.approx(td_loss, rel=1e-4)
+    states = torch.from_numpy(stacked(envs.steps, "obs")).flatten(0, 1)
+    changed = (before(states).argmax(1) != seen.network(states).argmax(1)).double().mean().item()
+    assert float(row["abs/behavioral_divergence"]) == pytest.approx(changed, abs=1e-6)
+
+
+def test_a_network_may_compute_in_bfloat16_throughout(watch):
+    """Guards networks without a float32 head: no crash at cut episodes, and much the same loss."""
+    seen = watch(FakeEnvs(3, truncate=0.3), precision="bfloat16", **ONE)
+    td_loss, _ = second_computation(seen.network, seen.envs.steps, seen.orders, seen.args)
+    (row,) = rows(seen.folder / "metrics.csv")
+    assert float(row["losses/td_loss"]) == pytest.approx(td_loss, rel=0.1)
+
+
+def test_a_parameter_may_have_no_gradient(train):
+    """Guards networks with a part that the loss does not reach."""
+
+    class Unused(SmallNetwork):
+        def __init__(self, envs):
+            super().__init__(envs)
+            self.unused = nn.Parameter(torch.ones(3))
+
+    folder = train(FakeEnvs(4), Unused, total_timesteps=300)
+    assert load(folder)["network"]["unused"].tolist() == [1, 1, 1]
+
+
+# --- What goes into the targets ---
+
+
+@pytest.fixture
+def targets_of(train, monkeypatch):
+    """Train, and return the arguments of each call of lambda_returns, each with its network."""
+
+    def run(envs, **arguments):
+        calls, networks = [], []
+
+        def make_network(envs):
+            networks.append(SmallNetwork(envs))
+            return networks[0]
+
+        def spy(*given):
+            calls.append((copy.deepcopy(networks[0]), *(one.clone() for one in given[:4])))
+            return lambda_returns(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pqn_abs, "lambda_returns", spy)
+            train(envs, make_network, **arguments)
+        return calls
+
+    return run
+
+
+def test_learning_sees_the_sign_of_rewards(targets_of):
+    """Guards games of all scales: rewards of -5, 0.5 and 7 are -1, 1 and 1."""
+    envs = FakeEnvs(4)
+    (call,) = targets_of(envs, total_timesteps=1)
+    assert np.array_equal(call[1], np.sign(stacked(envs.steps, "reward")))
+    assert set(call[1].unique().tolist()) == {-1, 0, 1}
+
+
+def test_a_cut_episode_bootstraps_from_its_own_last_observation(targets_of):
+    """Guards time limits: the next episode's first observation says nothing about the state."""
+    envs = FakeEnvs(8, terminate=0.0, truncate=0.3)
+    network, _, next_values, terminated, truncated = targets_of(envs, total_timesteps=1)[0]
+    assert not terminated.any() and truncated.sum() > 30
+    frames = torch.from_numpy(stacked(envs.steps, "true_next"))
+    with torch.no_grad():
+        expected = network(frames.flatten(0, 1)).amax(1).view(32, 8)
+    torch.testing.assert_close(next_values, expected)
+
+
+# --- Acting ---
+
+
+def test_epsilon_falls_over_the_first_part_of_the_run(train):
+    """Guards the schedule: a line from start to end over a share of the run, then the end."""
+    folder = train(FakeEnvs(4), total_timesteps=1280, exploration_fraction=0.5, end_e=0.1)
+    steps = np.array([0, *column(folder / "metrics.csv", "global_step")[:-1]])
+    expected = 1 - 0.9 * np.minimum(1, steps / 640)
+    assert column(folder / "metrics.csv", "charts/epsilon") == pytest.approx(expected)
+    folder = train(FakeEnvs(4), total_timesteps=1, exploration_fraction=0, end_e=0.1)
+    assert column(folder / "metrics.csv", "charts/epsilon") == [1.0]
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.4, 1.0])
+def test_actions_are_greedy_but_for_the_share_epsilon(watch, epsilon):
+    """Guards ε-greedy acting; of the random actions, one in four happens to be the greedy one."""
+    seen = watch(FakeEnvs(64), start_e=epsilon, end_e=epsilon)
+    obs = torch.from_numpy(stacked(seen.envs.steps, "obs"))
+    greedy = seen.network(obs.flatten(0, 1)).argmax(1).numpy()
+    differing = (greedy != stacked(seen.envs.steps, "action").flatten()).mean()
+    assert differing == pytest.approx(0.75 * epsilon, abs=0.05 if epsilon else 0)
+
+
+def test_each_iteration_explores_anew(train):
+    """Guards the seed of an iteration: two iterations do not draw the same random actions."""
+    envs = FakeEnvs(4)
+    train(envs, total_timesteps=256, start_e=1.0, end_e=1.0, adapt_rollout=False)
+    actions = stacked(envs.steps, "action")
+    assert not np.array_equal(actions[:32], actions[32:])
+
+
+def expected_episodes(steps):
+    """(global_step, score, steps) of each whole game in what FakeEnvs recorded."""
+    num_envs = len(steps[0].reward)
+    score, length = np.zeros((2, num_envs))
+    episodes = []
+    for t, step in enumerate(steps, 1):
+        score += step.reward
+        length += 1
+        for i in np.flatnonzero(step.over):
+            episodes.append((num_envs * t, score[i], length[i]))
+            score[i] = length[i] = 0
+    return episodes
+
+
+@pytest.mark.parametrize("lives", [0, 4])
+def test_scores_are_those_of_whole_games(train, lives):
+    """Guards the scores: unclipped, and of the whole game where lost lives end the learner's."""
+    envs = FakeEnvs(8, terminate=0.2, truncate=0.02, lives=lives)
+    folder = train(envs, total_timesteps=4000, episodic_life=lives > 0)
+    if lives:
+        assert stacked(envs.steps, "lost_life").sum() > 100
+    expected = expected_episodes(envs.steps)
+    assert len(expected) > 100
+    written = [tuple(map(float, row.values())) for row in rows(folder / "episodes.csv")]
+    assert written == expected
+    last_mean = float(rows(folder / "metrics.csv")[-1]["charts/episodic_return"])
+    assert last_mean == pytest.approx(np.mean([score for _, score, _ in expected[-100:]]))
+
+
+@pytest.mark.parametrize("episodic_life", [True, False])
+def test_fire_follows_a_lost_life(train, episodic_life):
+    """Guards games that wait for FIRE, from one rollout to the next too; off, nothing fires."""
+    envs = FakeEnvs(8, terminate=0.3, truncate=0.02, lives=5)
+    train(envs, total_timesteps=3000, episodic_life=episodic_life)
+    lost_life = stacked(envs.steps[:-1], "lost_life")
+    after = stacked(envs.steps[1:], "action")
+    assert lost_life.sum() > 300
+    fired = set(after[lost_life].tolist())
+    assert fired == ({envs.fire_action} if episodic_life else {0, 1, 2, 3})
+    assert set(after[~lost_life].tolist()) == {0, 1, 2, 3}
+
+
+# --- Adapting ---
+
+
+@pytest.fixture
+def measured(train, monkeypatch):
+    """Train, and return the old and the new weights of each measurement of BD, and the folder."""
+
+    def run(envs, **arguments):
+        seen = []
+
+        def spy(network, old_network, states):
+            pair = (old_network.state_dict(), network.state_dict())
+            seen.append((*copy.deepcopy(pair), states.clone()))
+            return behavioral_divergence(network, old_network, states)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pqn_abs, "behavioral_divergence", spy)
+            folder = train(envs, **arguments)
+        return seen, folder
+
+    return run
+
+
+FIXED = {"total_timesteps": 128 * 9, "adapt_rollout": False, "learning_rate": 0.01}
+
+
+@pytest.mark.parametrize("frequency", [1, 3, 4])
+def test_divergence_is_measured_at_every_kth_iteration(train, frequency):
+    """Guards K, and that the first iterations, with hardly an update behind them, do not count."""
+    folder = train(FakeEnvs(4), adapt_frequency=frequency, **FIXED)
+    cells = [row["abs/behavioral_divergence"] for row in rows(folder / "metrics.csv")]
+    assert [i for i, cell in enumerate(cells, 1) if cell] == list(range(frequency, 10, frequency))
+
+
+def test_divergence_compares_before_and_after_one_iterations_updates(measured):
+    """Guards θ_old: it is the network that the iteration before left, whatever K is."""
+    each, _ = measured(FakeEnvs(4), adapt_frequency=1, **FIXED)
+    assert len(each) == 9
+    for (_, last, _), (before, after, _) in itertools.pairwise(each):
+        assert same_weights(last, before) and not same_weights(before, after)
+    thirds, _ = measured(FakeEnvs(4), adapt_frequency=3, **FIXED)
+    assert len(thirds) == 3
+    for (before, after, _), (expected_before, expected_after, _) in zip(
+        thirds, each[2::3], strict=True
+    ):
+        assert same_weights(before, expected_before) and same_weights(after, expected_after)
+
+
+def test_measuring_does_not_change_what_is_learned(train):
+    """Guards B_ref's own generator: plain PQN is the same, bit for bit, however often BD is."""
+    often = train(FakeEnvs(4), adapt_frequency=1, **FIXED)
+    never = train(FakeEnvs(4), adapt_frequency=1000, **FIXED)
+    assert same_weights(load(often)["network"], load(never)["network"])
+    assert not column(never / "metrics.csv", "abs/behavioral_divergence")
+
+
+@pytest.mark.parametrize("batch, expected", [(512, 50), (32, 32)])
+def test_reference_states_are_a_sample_of_the_rollout(measured, batch, expected):
+    """Guards B_ref: M different states, from all over the rollout; all of it where it is short."""
+    envs = FakeEnvs(batch // 16)
+    arguments = {"num_steps": 16, "reference_states": 50, "total_timesteps": 1}
+    ((_, _, states),), _ = measured(envs, adapt_frequency=1, **arguments)
+    rollout = stacked(envs.steps, "obs").reshape(-1, 6).tolist()
+    drawn = [rollout.index(state) for state in states.tolist()]
+    assert len(drawn) == len(set(drawn)) == expected
+    assert max(drawn) > 0.8 * batch and min(drawn) < 0.2 * batch
+
+
+def driven(monkeypatch, train, divergences, **arguments):
+    """Train with these measurements of BD; returns the table's rollout lengths and updates."""
+    given = iter(divergences)
+    with monkeypatch.context() as patch:
+        patch.setattr(pqn_abs, "behavioral_divergence", lambda *networks: next(given))
+        folder = train(FakeEnvs(2), num_minibatches=2, **arguments)
+    table = folder / "metrics.csv"
+    lengths = column(table, "abs/rollout_length", int)
+    assert column(table, "abs/batch_size", int) == [2 * length for length in lengths]
+    assert column(table, "global_step", int) == (2 * np.cumsum(lengths)).tolist()
+    return lengths, column(table, "charts/updates", int)
+
+
+@pytest.mark.parametrize("divergence, expected", [(0.0, 64), (0.3, 35), (1.0, 16)])
+def test_rollouts_go_where_the_divergence_leads(train, monkeypatch, divergence, expected):
+    """Guards the direction: stable is long. From 32, a tenth of the way with each measurement."""
+    arguments = {"total_timesteps": 5000, "adapt_frequency": 1}
+    lengths, updates = driven(monkeypatch, train, [divergence] * 500, **arguments)
+    assert lengths[0] == 32 and abs(lengths[-1] - expected) <= 1
+    assert lengths == sorted(lengths, reverse=expected < 32)
+    assert np.abs(np.diff(lengths)).max() <= 4
+    assert updates == list(range(4, 4 * len(lengths) + 1, 4))  # two epochs of two, whatever L
+
+
+def test_fixed_rollouts_stay(train, monkeypatch):
+    """Guards the baseline: with --no-adapt-rollout, BD is measured and changes nothing."""
+    arguments = {"total_timesteps": 500, "adapt_frequency": 1, "num_steps": 10}
+    lengths, _ = driven(monkeypatch, train, [0.0] * 500, adapt_rollout=False, **arguments)
+    assert lengths == [10] * 25
+
+
+def authors_rule(divergences, iterations_each):
+    """Rollout lengths and epochs of each iteration as ABS's own code has them, but for truncation.
+
+    The mean of the last 20 measurements moves L by a tenth of the way, once there are 10 of them;
+    L starts at 16; an iteration has max(2, 2 L // 32) epochs.
+    """
+    adaptive_length = 16.0
+    lengths = []
+    for count in range(1, len(divergences) + 1):
+        lengths += [math.floor(adaptive_length + 0.5)] * iterations_each
+        if count < 10:
+            continue
+        mean = np.mean(divergences[max(0, count - 20) : count])
+        share = np.interp(np.log(mean), np.log([0.05, 0.95]), [0, 1])
+        adaptive_length = 0.9 * adaptive_length + 0.1 * (64 - 48 * share)
+    return lengths, [max(2, 2 * length // 32) for length in lengths]
+
+
+def test_the_authors_rule_is_three_flags_away(train, monkeypatch):
+    """Guards --burn-in, --divergence-window and --scale-epochs against the rule's own words."""
+    rng = np.random.default_rng(1)
+    divergences = [*rng.uniform(0.2, 1, 25), *rng.uniform(0, 0.06, 45), *rng.uniform(0.2, 1, 10)]
+    expected_lengths, expected_epochs = authors_rule(divergences, iterations_each=2)
+    assert set(expected_epochs) == {2, 3} and max(expected_lengths) > 55
+    lengths, updates = driven(
+        monkeypatch,
+        train,
+        divergences,
+        num_steps=16,
+        burn_in=10,
+        divergence_window=20,
+        scale_epochs=True,
+        adapt_frequency=2,
+        total_timesteps=2 * sum(expected_lengths),
+    )
+    assert lengths == expected_lengths
+    assert np.diff([0, *updates]).tolist() == [2 * epochs for epochs in expected_epochs]
+
+
+def test_four_times_the_base_makes_four_times_the_epochs(train):
+    """Guards --scale-epochs at other bases: gradient steps for each transition stay the same."""
+    arguments = {"num_steps": 32, "base_steps": 8, "scale_epochs": True, "update_epochs": 3}
+    folder = train(FakeEnvs(4), num_minibatches=2, total_timesteps=1, **arguments)
+    assert column(folder / "metrics.csv", "charts/updates") == [3 * 4 * 2]
