@@ -293,7 +293,7 @@ def main(args: Args) -> Path:
     check(args)
     device, bfloat16 = pick_device(args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(fresh_seed(args.seed, 0))
     envs = make_envs(args)
     num_envs = args.num_envs
     network = ActorCritic(envs).to(device)
