@@ -1,0 +1,73 @@
+"""The tutorial runs from its first cell to its last; as committed, it reads without being run."""
+
+import json
+import re
+import shutil
+
+import nbformat
+import pytest
+from helpers import ROOT
+from nbclient import NotebookClient
+
+NOTEBOOK = ROOT / "tutorial.ipynb"
+NEEDED = ["tutorial.ipynb", "pqn_abs.py", "examples/minatar_abs.py"]
+
+
+def printed(notebook):
+    """What the cells print on stdout, as one text."""
+    text = ""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stdout":
+                text += output.text
+    return text
+
+
+def pictures(notebook):
+    """The number of pictures that each cell of code draws."""
+    counts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            counts.append(sum("image/png" in output.get("data", {}) for output in cell.outputs))
+    return counts
+
+
+def test_committed_outputs_are_complete_and_clean():
+    source = NOTEBOOK.read_text()
+    notebook = nbformat.reads(source, as_version=4)
+    assert len(source.encode()) < 400_000
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert pictures(notebook)[-3:] == [1, 1, 1]
+    assert "PQN with ABS, seed 2: return" in printed(notebook)
+    for cell in json.loads(source)["cells"]:
+        for output in cell.get("outputs", []):
+            assert output["output_type"] in ("stream", "display_data")
+            assert output.get("name") != "stderr"  # neither warnings nor progress bars
+            assert not re.search("/(tmp|home|root|work|usr)/", json.dumps(output.get("text", "")))
+
+
+@pytest.mark.slow
+def test_tutorial_runs(tmp_path):
+    """In a folder with nothing but the files it names, on a kernel of its own."""
+    (tmp_path / "examples").mkdir()
+    for name in NEEDED:
+        shutil.copy(ROOT / name, tmp_path / name)
+    notebook = nbformat.read(tmp_path / "tutorial.ipynb", as_version=4)
+    committed = pictures(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=where).execute()
+
+    assert pictures(notebook) == committed
+    churn = re.findall(r"mean δ of the .* 50 updates: +([\d.]+)", printed(notebook))
+    first, last = map(float, churn)
+    assert 0.05 < last < 0.75 * first
+    fixed = re.findall(r"PQN, L = 32, seed \d: return ([\d.]+)", printed(notebook))
+    adaptive = re.findall(r"PQN with ABS, seed \d: return ([\d.]+), L = (\d+)", printed(notebook))
+    assert len(fixed) == len(adaptive) == 2
+    for episodic_return in [*fixed, *(score for score, _ in adaptive)]:
+        assert float(episodic_return) > 2  # a random policy has 0.4
+    for _, length in adaptive:
+        assert 34 <= int(length) <= 64  # grown from 32
