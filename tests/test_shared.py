@@ -7,7 +7,6 @@ import tokenize
 import tomllib
 
 import pytest
-import torch
 from helpers import ROOT
 
 SCRIPTS = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
@@ -177,35 +176,3 @@ def test_commands_in_the_pages_exist(page, command):
     for word in words:
         if word.startswith("--"):
             assert word.removeprefix("--").partition("=")[0] in known, word
-
-
-def python_blocks(page):
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-def test_the_functions_for_pasting_are_those_of_the_script():
-    """Guards README's promise: word for word as in pqn_abs.py."""
-    pasted = definitions(python_blocks(ROOT / "README.md")[0])
-    original = definitions(SCRIPTS["pqn_abs.py"])
-    assert set(pasted) == {"behavioral_divergence", "rollout_length"}
-    for name, text in pasted.items():
-        assert text == original[name]
-
-
-def test_the_loop_for_pasting_runs():
-    """Guards README's loop: around a policy that changes little, rollouts get longer."""
-    lengths = []
-
-    def collect(policy, length):
-        lengths.append(length)
-        return torch.randn(length * 4, 3)
-
-    def learn(policy):
-        policy.weight.data += 1e-4 * torch.randn(5, 3)
-
-    names = {"torch": torch, "policy": torch.nn.Linear(3, 5), "total_timesteps": 60_000}
-    names |= {"collect": collect, "learn": learn}
-    for block in python_blocks(ROOT / "README.md"):
-        exec(block, names)
-    assert lengths[:50] == [32] * 50 and lengths[50] == 35
-    assert lengths == sorted(lengths) and 40 < lengths[-1] <= 64
