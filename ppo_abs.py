@@ -466,7 +466,10 @@ def check(args):
             if not low <= value <= high:  # as NaN is not, either
                 fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
     if args.resume is None:
-        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--runs-dir {args.runs_dir}: {error.strerror}")
         if run_folder(args).exists():
             fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
 
@@ -512,7 +515,8 @@ def load_checkpoint(args, **modules):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         Args(**checkpoint["args"])
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
-            checkpoint[name].bit_length()  # an error where it is no integer
+            checkpoint[name].bit_length()  # an error where it is no integer, and below no number
+        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
         length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
         checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
@@ -636,13 +640,14 @@ class Run:
 def launch():
     """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # where it was closed
     try:
         args = tyro.cli(Args)
         if args.resume is not None:
             args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
         main(args)
-    except (OSError, wandb.Error) as error:  # a bad folder, a full disk, a closed pipe, no account
-        fail(str(error).partition("\n")[0])
+    except (OSError, wandb.Error) as error:  # a full disk, a closed pipe, no account
+        fail(str(error).partition("\n")[0], 1)
 
 
 if __name__ == "__main__":
