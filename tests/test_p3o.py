@@ -1,0 +1,167 @@
+"""p3o_abs.py's own: effective sample size, loss, replayed rollouts. The rest is in test_ppo.py."""
+
+import math
+
+import pytest
+import torch
+from helpers import FakeEnvs, column, load, stacked
+from test_ppo import SmallActorCritic, computed_twice, gradient, train  # noqa: F401
+from torch.distributions import Categorical, kl_divergence
+
+import p3o_abs
+from p3o_abs import effective_sample_size, p3o_loss
+from ppo_abs import clipped_surrogate
+
+
+def batch(seed, size=30, spread=1.0):
+    """Logits of the policy, log π_b, actions and advantages; both policies differ by spread."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, noise = torch.randn((2, size, 4), generator=generator, dtype=torch.float64)
+    log_behavior = (logits + spread * noise).log_softmax(-1)
+    actions = torch.randint(4, (size,), generator=generator)
+    return logits, log_behavior, actions, torch.randn(size, generator=generator).double()
+
+
+# --- The functions ---
+
+
+def test_effective_sample_size_at_its_ends():
+    """Guards the formula where its value is known."""
+    assert effective_sample_size(torch.zeros(7)).item() == 1
+    assert effective_sample_size(torch.full((7,), 500.0)).item() == 1  # exp(500) overflows
+    assert effective_sample_size(torch.tensor([90.0, 0, 0, 0])).item() == pytest.approx(1 / 4)
+    two_of_four = torch.tensor([0.0, 0.0, -1000.0, -1000.0])
+    assert effective_sample_size(two_of_four).item() == pytest.approx(1 / 2)
+
+
+def test_effective_sample_size_is_its_formula():
+    """Guards it in between."""
+    log_ratios = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ratios = [math.exp(x) for x in log_ratios.tolist()]
+    expected = sum(ratios) ** 2 / (50 * sum(ratio**2 for ratio in ratios))
+    assert 0.2 < expected < 0.8
+    assert effective_sample_size(log_ratios).item() == pytest.approx(expected, rel=1e-9)
+
+
+def policy_loss_of_p3o(args, log_pi, log_behavior, actions, advantages):
+    """Sample by sample, with weights that are plain numbers."""
+    ratios = []
+    for i, action in enumerate(actions):
+        ratios.append((log_pi[i, action] - log_behavior[i, action]).exp().item())
+    e = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
+    terms = []
+    for i, action in enumerate(actions):
+        pull = kl_divergence(Categorical(logits=log_pi[i]), Categorical(logits=log_behavior[i]))
+        terms.append((1 - e) * pull - min(ratios[i], e) * log_pi[i, action] * advantages[i])
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
+def test_loss_and_gradient(spread):
+    """Guards value, and that neither the capped ratios nor 1 - e_B are differentiated."""
+    logits, log_behavior, actions, advantages = batch(0, spread=spread)
+
+    def ours(x):
+        return p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0]
+
+    def slow(x):
+        return policy_loss_of_p3o(None, x.log_softmax(-1), log_behavior, actions, advantages)
+
+    assert ours(logits).item() == pytest.approx(slow(logits).item())
+    torch.testing.assert_close(gradient(ours, logits), gradient(slow, logits))
+
+
+def test_fresh_data_gives_the_plain_policy_gradient():
+    """Guards ρ = 1: ∇ log π(a) = 1[a] - π, times the advantage, and nothing pulls back."""
+    logits, _, actions, advantages = batch(1)
+    log_behavior = logits.log_softmax(-1)
+    _, ess, kl, capped = p3o_loss(log_behavior, log_behavior, actions, advantages)
+    assert (ess, kl, capped) == (1, 0, 0)
+    slope = gradient(
+        lambda x: p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0], logits
+    )
+    chosen = torch.nn.functional.one_hot(actions, 4).double()
+    expected = -(advantages[:, None] * (chosen - logits.softmax(-1))) / len(actions)
+    torch.testing.assert_close(slope, expected)
+
+
+def test_a_capped_sample_keeps_a_gradient_where_ppo_has_none():
+    """Guards the point of P3O, at ρ = (90, 1, 1, 1): e_B = 93² / (4 · 8103) caps all four."""
+    log_pi = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).double().log()
+    log_behavior = torch.tensor([[0.01, 0.99], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).double().log()
+    actions = torch.zeros(4, dtype=torch.int64)
+    advantages = torch.ones(4, dtype=torch.float64)
+    loss, ess, kl, capped = p3o_loss(log_pi, log_behavior, actions, advantages)
+    e = 93**2 / (4 * 8103)
+    pull = (0.9 * math.log(90) + 0.1 * math.log(0.1 / 0.99)) / 4
+    assert (ess.item(), kl.item(), capped.item()) == pytest.approx((e, pull, 1))
+    assert loss.item() == pytest.approx(
+        -e * (math.log(0.9) + 3 * math.log(0.5)) / 4 + (1 - e) * pull
+    )
+
+    def p3o(x):
+        return p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0]
+
+    def ppo(x):
+        return clipped_surrogate(x.log_softmax(-1)[:, 0], log_behavior[:, 0], advantages, 0.1)
+
+    assert gradient(ppo, log_pi)[0].abs().max() == 0
+    assert gradient(p3o, log_pi)[0].abs().max() > 0.1
+
+
+# --- Whole iterations ---
+
+
+@pytest.mark.parametrize("lives", [0, 3])
+@pytest.mark.parametrize("replay", [0, 2])
+def test_iterations_computed_twice(computed_twice, lives, replay):  # noqa: F811
+    """Guards everything between the environment and the weights, replayed rollouts too."""
+    arguments = {"replay_rollouts": replay, "ent_coef": 0.03}
+    envs = FakeEnvs(3, lives=lives)
+    keep = 1 + replay
+    seen = computed_twice(p3o_abs, envs, policy_loss_of_p3o, False, keep=keep, **arguments)
+    ess = column(seen.folder / "metrics.csv", "p3o/ess")
+    assert 1 / 21 < min(ess) and max(ess) < 1
+    assert min(column(seen.folder / "metrics.csv", "p3o/kl")) > 0
+
+
+def test_replayed_rollouts_hold_the_probabilities_of_the_policy_that_acted(train, monkeypatch):  # noqa: F811
+    """Guards π_b: of the newest 3 rollouts, of varying lengths, each as its own network saw it."""
+    networks = []
+    acted = []
+    losses = []
+    envs = FakeEnvs(3)
+
+    def network(envs):
+        networks.append(SmallActorCritic(envs))
+        return networks[0]
+
+    def before_updates(*args, gae=p3o_abs.gae):
+        states = torch.from_numpy(stacked(envs.steps, "obs")).flatten(0, 1)
+        envs.steps.clear()
+        acted.append(networks[0](states)[0].log_softmax(-1).detach())
+        return gae(*args)
+
+    def watched(log_pi, log_behavior, *args, loss=p3o_loss):
+        losses.append(log_behavior)
+        return loss(log_pi, log_behavior, *args)
+
+    monkeypatch.setattr(p3o_abs, "gae", before_updates)
+    monkeypatch.setattr(p3o_abs, "p3o_loss", watched)
+    monkeypatch.setattr(p3o_abs, "mean_kl_divergence", lambda *args: len(acted) % 2)
+    arguments = {"num_minibatches": 1, "update_epochs": 1, "replay_rollouts": 2, "beta": 1.0}
+    arguments |= {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 150}
+    folder = train(p3o_abs, envs, network, **arguments)
+    assert len(losses) == load(folder)["iteration"] > 4
+    assert len({len(rollout) for rollout in acted}) > 2
+    for i, behavior in enumerate(losses):
+        expected = torch.cat(acted[max(i - 2, 0) : i + 1])
+        assert behavior.shape == expected.shape
+        order = behavior[:, 0].argsort()
+        expected = expected[expected[:, 0].argsort()]
+        torch.testing.assert_close(behavior[order], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_stay_as_they_are_unless_asked():
+    """Guards the default: nobody has published P3O with ABS."""
+    assert not p3o_abs.Args().adapt_rollout
