@@ -280,7 +280,8 @@ def test_processes_hold_the_same_network_and_rollout_length(pair):
 def test_processes_play_games_of_their_own(pair):
     _, first, second = pair
     assert len({*first["seeds"], *second["seeds"]}) == 4
-    assert not torch.equal(first["actions"], second["actions"])
+    drawn = [process["actions"][:32] for process in (first, second)]  # ε is 1 in the first rollout
+    assert not torch.equal(*drawn)
 
 
 def test_averaged_gradient_is_that_of_the_joined_batch(pair):
