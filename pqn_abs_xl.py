@@ -587,7 +587,8 @@ def load_checkpoint(args, **modules):
         Args(**checkpoint["args"])
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
+        sum(checkpoint["scores"], checkpoint["seconds"])
+        sum(checkpoint["divergences"])
         length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
         checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
