@@ -302,6 +302,15 @@ def test_bfloat16_without_a_float32_head(train, script):
     assert len(kls) == 12 and min(kls) >= 0 and 0 < max(kls) < 0.1
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_outputs_are_float32_before_anything_is_done_with_them(script):
+    """Guards ratios and entropy: probabilities sum to 1 in float32, not in bfloat16."""
+    logits = torch.randn((50, 6), generator=torch.Generator().manual_seed(0)).bfloat16()
+    log_pi, values = script.evaluate(lambda states: (logits, logits[:, 0]), None)
+    assert log_pi.dtype == values.dtype == torch.float32
+    torch.testing.assert_close(log_pi.exp().sum(1), torch.ones(50), rtol=1e-5, atol=0)
+
+
 def test_kl_of_bfloat16_logits_is_not_negative():
     """Guards the same where it failed: the difference of two rounded distributions."""
     generator = torch.Generator().manual_seed(0)
@@ -339,7 +348,9 @@ def test_divergences_are_of_one_iterations_updates(train, monkeypatch, script):
 
     monkeypatch.setattr(script, "gae", snapshot)
     envs = FakeEnvs(3)
-    folder = train(script, envs, network, total_timesteps=42, learning_rate=0.05)
+    arguments = {"replay_rollouts": 1} if script is p3o_abs else {}  # B_ref is of the new one
+    arguments |= {"total_timesteps": 42, "learning_rate": 0.05}
+    folder = train(script, envs, network, **arguments)
     states = torch.from_numpy(stacked(envs.steps[7:], "obs")).flatten(0, 1)
     old, new = before[1](states)[0], networks[0](states)[0]
     first, second = rows(folder / "metrics.csv")
