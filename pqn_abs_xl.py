@@ -19,8 +19,9 @@ and 10 blocks, --size l and xl here, where the blocks and the head are built as 
 the network of pqn_abs.py.
 
 Each process has two vectors of E/2 environments: while the emulators of one play, the network acts
-for the other. Several processes, started by torchrun, have E environments each; gradients and BD
-are averaged over them, so that all have the same network and the same L.
+for the other. It is meant for a GPU; on a CPU alone both share the cores. Several processes,
+started by torchrun, have E environments each; gradients and BD are averaged over them, so that all
+have the same network and the same L.
 
 One GPU, the paper's settings:   python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
 PQN-XL:                          python pqn_abs_xl.py --size xl
