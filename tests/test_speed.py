@@ -82,18 +82,17 @@ def test_turns_of_two_versions(fake, tmp_path):
     assert 2 < float(row[3]) < 4
 
 
-def test_a_waiting_version_stands_still(fake, tmp_path):
-    version = speed.Version("a", fake.split(), tmp_path / "a")
-    try:
-        version.wait(2)
-        speed_in_turn = version.turn()
+def test_waiting_versions_stand_still(fake, tmp_path):
+    """Neither works between turns, and no turn counts the time between them."""
+    commands = {"a": fake.split(), "b": fake.split()}
+    turns = speed.take_turns(commands, speed.Args(repeats=2), tmp_path)
+    for _, steps_per_second, _ in turns:
+        assert 500 < steps_per_second < 1050
         time.sleep(0.1)
-        before = len(version.rows())
+        before = [path.stat().st_size for path in tmp_path.glob("*/*/metrics.csv")]
         time.sleep(0.5)
-        assert len(version.rows()) == before
-        assert 500 < speed_in_turn < 1050
-    finally:
-        version.process.kill()
+        after = [path.stat().st_size for path in tmp_path.glob("*/*/metrics.csv")]
+        assert len(before) == 2 and before == after
 
 
 @pytest.mark.parametrize(
