@@ -1,6 +1,7 @@
 """The tutorial runs from its first cell to its last; as committed, it reads without being run."""
 
 import json
+import math
 import re
 import shutil
 
@@ -11,6 +12,11 @@ from nbclient import NotebookClient
 
 NOTEBOOK = ROOT / "tutorial.ipynb"
 NEEDED = ["tutorial.ipynb", "pqn_abs.py", "examples/minatar_abs.py"]
+TELL = """
+import json
+tables = {"fixed": [run.tolist() for run in fixed_runs], "abs": [run.tolist() for run in abs_runs]}
+print(json.dumps(tables))
+"""
 
 
 def printed(notebook):
@@ -57,17 +63,24 @@ def test_tutorial_runs(tmp_path):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
+    notebook.cells.append(nbformat.v4.new_code_cell(TELL))
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=where).execute()
+    tables = json.loads(notebook.cells.pop().outputs[0].text)
 
     assert pictures(notebook) == committed
+    assert len(tables["fixed"]) == len(tables["abs"]) == 2
+    for run in tables["fixed"]:
+        assert {length for _, _, _, length in run} == {32}
+    for run in tables["abs"]:  # L follows δ by Eq. 4, computed once more
+        adaptive_length = 32
+        for _, _, divergence, length in run:
+            assert abs(length - adaptive_length) <= 0.501
+            alpha = math.log(min(max(divergence, 0.05), 0.95) / 0.05) / math.log(0.95 / 0.05)
+            adaptive_length = 0.9 * adaptive_length + 0.1 * (64 - alpha * (64 - 16))
+        assert len({length for _, _, _, length in run}) > 5
+    for run in tables["fixed"] + tables["abs"]:
+        assert run[0][1] < 1 and run[-1][1] > 2  # a random policy has 0.4
     churn = re.findall(r"mean δ of the .* 50 updates: +([\d.]+)", printed(notebook))
     first, last = map(float, churn)
     assert 0.05 < last < 0.75 * first
-    fixed = re.findall(r"PQN, L = 32, seed \d: return ([\d.]+)", printed(notebook))
-    adaptive = re.findall(r"PQN with ABS, seed \d: return ([\d.]+), L = (\d+)", printed(notebook))
-    assert len(fixed) == len(adaptive) == 2
-    for episodic_return in [*fixed, *(score for score, _ in adaptive)]:
-        assert float(episodic_return) > 2  # a random policy has 0.4
-    for _, length in adaptive:
-        assert 34 <= int(length) <= 64  # grown from 32
