@@ -472,7 +472,7 @@ SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its 
 
 def fail(message, status=2):
     """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
-    print(f"{SCRIPT}: {message}", file=sys.stderr)
+    tqdm.write(f"{SCRIPT}: {message}", file=sys.stderr)  # not into the progress bar
     raise SystemExit(status)
 
 
