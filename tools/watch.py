@@ -86,7 +86,7 @@ def load_script(name):
 
 
 def load_run(args):
-    """Its script, its arguments, environments for them, the network, and what agent this is."""
+    """Its script, arguments, environments, what acts in them, and which agent that is."""
     try:
         name = json.loads((args.run / "config.json").read_text())["script"]
         if not re.fullmatch(r"\w+\.py", name):
@@ -105,9 +105,34 @@ def load_run(args):
         sizes = [run.size] if hasattr(run, "size") else []  # pqn_abs_xl.py
         network = make_network(envs, *sizes)
         network.load_state_dict(checkpoint["network"])
+        act = make_actor(script, run, checkpoint, envs, network)
     except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
         fail(f"{args.run} holds no run that can be played: {first_line(error)}")
-    return script, run, envs, network, agent
+    return script, run, envs, act, agent
+
+
+def make_actor(script, run, checkpoint, envs, network):
+    """act(observations): (E, ...) -> greedy actions (E,), or a Gaussian policy's means (E, A)."""
+    if "observations" in checkpoint:  # ppo_abs_continuous.py scales by moments, frozen here
+        space = envs.single_action_space
+        normalizer = script.Normalizer(envs, run.gamma)
+        normalizer.observations.load_state_dict(checkpoint["observations"])
+
+        def act(observations):
+            means, _ = network(torch.from_numpy(normalizer.scale(observations)))
+            return means.numpy().clip(space.low, space.high)
+
+        return act
+    device, bfloat16 = script.pick_device(run)
+    network.to(device)
+
+    def act(observations):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            outputs = network(torch.from_numpy(observations).to(device))
+        scores = outputs[0] if isinstance(outputs, tuple) else outputs  # logits, or Q-values
+        return scores.float().argmax(-1).numpy(force=True)
+
+    return act
 
 
 class Video:
@@ -156,15 +181,14 @@ class Video:
         self.path.with_suffix(".txt").write_text(text + "\n")
 
 
-def play(envs, greedy_actions, args, fire_after_lost_life, video) -> list[tuple]:
-    """Whole games of all environments: score, steps, and whether a limit of time ended it.
-
-    greedy_actions(observations) gives (E,) actions.
-    """
-    rng = np.random.default_rng(args.seed)
+@torch.no_grad()
+def play(envs, act, args, fire_after_lost_life=False, video=None) -> list[tuple]:
+    """Whole games of all environments: score, steps, and whether a limit of time ended it."""
+    rng = np.random.default_rng((args.seed, 1))  # another stream than the action space's
     num_envs = envs.num_envs
     planned = [len(range(i, args.episodes, num_envs)) for i in range(num_envs)]
     games = []
+    envs.action_space.seed(args.seed)
     observations, info = envs.reset(seed=args.seed)
     lives = info.get("lives")
     lost_life = np.zeros(num_envs, bool)
@@ -172,9 +196,9 @@ def play(envs, greedy_actions, args, fire_after_lost_life, video) -> list[tuple]
     steps = np.zeros(num_envs, int)
     progress = tqdm(total=args.episodes, unit="game")
     while len(games) < args.episodes:
-        actions = greedy_actions(observations)
+        actions = act(observations)
         explore = rng.random(num_envs) < args.epsilon
-        actions[explore] = rng.integers(envs.single_action_space.n, size=explore.sum())
+        actions[explore] = envs.action_space.sample()[explore]
         if fire_after_lost_life:
             actions[lost_life] = envs.fire_action
         if video is not None:
@@ -207,17 +231,7 @@ def summary(games) -> str:
 
 def main(args):
     check(args)
-    script, run, envs, network, agent = load_run(args)
-    device, bfloat16 = script.pick_device(run)
-    network.to(device)
-
-    @torch.no_grad()
-    def greedy_actions(observations):
-        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
-            outputs = network(torch.from_numpy(observations).to(device))
-        scores = outputs[0] if isinstance(outputs, tuple) else outputs  # logits, or Q-values
-        return scores.float().argmax(-1).numpy(force=True)
-
+    script, run, envs, act, agent = load_run(args)
     agent["epsilon"] = args.epsilon
     print(json.dumps(agent))
     video = None
@@ -226,7 +240,7 @@ def main(args):
             video = Video(script, run, args)
         except Exception as error:  # a package that draws or writes may be missing
             fail(f"--video {args.video}: {first_line(error)}")
-    games = play(envs, greedy_actions, args, run.fire_after_lost_life, video)
+    games = play(envs, act, args, run.fire_after_lost_life, video)
     print(summary(games))
     if video is not None:
         video.close(json.dumps(agent))
