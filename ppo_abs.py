@@ -147,7 +147,8 @@ def make_envs(args: Args):
 
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
     max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
+    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames (under a limit shorter than a game,
+    ale-py 0.12's info["final_obs"] has a stale newest frame).
 
     Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
     episode ends, step() gives the next one's first observation, and the last observation of the

@@ -12,21 +12,21 @@ PARTS = ("Args", "QNetwork", "make_envs", "SCRIPT")  # what an example replaces 
 ORIGINALS = {name: getattr(pqn_abs, name) for name in PARTS}
 
 
-@pytest.fixture(autouse=True)
-def no_example(monkeypatch):
+def pytest_collection_finish():
     """Where a test file imports an example, pqn_abs.py stays itself for the others."""
     for name, part in ORIGINALS.items():
-        monkeypatch.setattr(pqn_abs, name, part)
+        setattr(pqn_abs, name, part)
 
 
 @pytest.fixture(autouse=True)
 def leave_nothing_behind():
-    """A test's signal handlers and processes end with it."""
+    """A test's signal handlers and processes end with it, and an example that it loaded."""
     signals = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
     before = [signal.getsignal(number) for number in signals]
     yield
     for number, handler in zip(signals, before, strict=True):
         signal.signal(number, handler)
+    pytest_collection_finish()
     while started:
         started.pop().kill()
 
@@ -45,10 +45,14 @@ def example(monkeypatch):
 
 @pytest.fixture
 def launch(monkeypatch, capsys):
-    """launch(*arguments) is the command line in this process; returns the status and stderr."""
+    """launch(*arguments) is the command line in this process; returns the status and stderr.
+
+    Without --total-timesteps, a run that should have been refused or stopped still ends soon.
+    """
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["pqn_abs.py", *map(str, arguments)])
+        short = [] if "--total-timesteps" in arguments else ["--total-timesteps", 5000]
+        monkeypatch.setattr(sys, "argv", ["pqn_abs.py", *map(str, [*arguments, *short])])
         capsys.readouterr()
         status = 0
         try:

