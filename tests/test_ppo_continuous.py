@@ -373,7 +373,7 @@ def test_rollouts_and_epochs_follow_the_authors_rule(train, monkeypatch, num_env
     for iteration in range(1, 2 * len(kls) + 1):
         steps = round(length / num_envs)
         lengths.append(steps)
-        epochs.append(max(2, 2 * steps * num_envs // 30))
+        epochs.append(max(2, 2 * steps * num_envs // 12))
         if iteration % 2 == 0:
             history.append(kls[iteration // 2 - 1])
         if iteration % 2 == 0 and len(history) >= 4:  # before, the author takes δ_max: L_min
@@ -381,10 +381,11 @@ def test_rollouts_and_epochs_follow_the_authors_rule(train, monkeypatch, num_env
             target = 100 - (np.log(kl) - np.log(0.01)) / np.log(10) * (100 - 20)
             length = 0.7 * length + 0.3 * target
     arguments = {"rollout_min": 20, "rollout_max": 100, "beta": 0.3, "divergence_window": 6}
-    arguments |= {"burn_in": 4, "update_epochs": 2, "base_steps": 30, "num_steps": 25}
+    arguments |= {"burn_in": 4, "update_epochs": 2, "base_steps": 12, "num_steps": 25}
     total = num_envs * sum(lengths)
     folder = train(ToyEnvs(num_envs), adapt_rollout=True, total_timesteps=total, **arguments)
     assert column(folder / "metrics.csv", "abs/rollout_length", int) == lengths
+    assert len(set(epochs)) > 2
     assert lengths[:8] == [round(20 / num_envs)] * 8 and max(lengths) > 40 / num_envs
     assert column(folder / "metrics.csv", "charts/updates", int) == np.cumsum(epochs).tolist()
 
