@@ -48,12 +48,13 @@ class Planned:
 
     fire_action = 2
 
-    def __init__(self, *lengths, life_lost_at=()):
+    def __init__(self, *lengths, life_lost_at=(), life_won_at=()):
         self.lengths = np.array(lengths)
         self.num_envs = len(lengths)
         self.single_action_space = Discrete(4)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.life_lost_at = life_lost_at
+        self.life_won_at = life_won_at
         self.actions = []
 
     def reset(self, *, seed):
@@ -61,9 +62,12 @@ class Planned:
         return np.zeros((self.num_envs, 1)), {"lives": self.lives()}
 
     def lives(self):
-        return np.array(
-            [3 - sum(count >= s for s in self.life_lost_at) for count in self.step_count]
-        )
+        return np.array([self.lives_after(count) for count in self.step_count])
+
+    def lives_after(self, count):
+        lost = sum(count >= step for step in self.life_lost_at)
+        won = sum(count >= step for step in self.life_won_at)
+        return 3 - lost + won
 
     def step(self, actions):
         self.actions.append(actions.copy())
@@ -93,6 +97,12 @@ def test_fire_follows_a_lost_life_and_the_game_goes_on():
     games = watch.play(envs, always(0), watch.Args(Path(), episodes=2), fire_after_lost_life=True)
     assert np.concatenate(envs.actions).tolist() == [0, 0, 2, 0, 0, 2] * 2
     assert games == [(104, 6, False)] * 2
+
+
+def test_a_new_game_with_fewer_lives_is_no_lost_life():
+    envs = Planned(6, life_won_at=(2,))
+    watch.play(envs, always(0), watch.Args(Path(), episodes=2), fire_after_lost_life=True)
+    assert np.concatenate(envs.actions).tolist() == [0] * 12
 
 
 def test_without_episodic_life_the_policy_presses_fire_itself():
