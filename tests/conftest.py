@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 from helpers import SmallNetwork, contents, started
+from tqdm import tqdm
 
 import pqn_abs
 
@@ -27,6 +28,7 @@ def leave_nothing_behind():
     for number, handler in zip(signals, before, strict=True):
         signal.signal(number, handler)
     pytest_collection_finish()
+    tqdm._instances.clear()  # bars of runs that failed would be drawn into the next test's lines
     while started:
         started.pop().kill()
 

@@ -163,7 +163,7 @@ def test_a_run_from_the_command_line(tmp_path):
     """Guards the script as a user starts it, on a real game with its real network."""
     options = ["--num-envs", 4, "--num-minibatches", 2, "--episodic-life", "--adapt-frequency", 3]
     options += ["--rollout-min", 8, "--num-steps", 16, "--rollout-max", 24]
-    options += ["--total-timesteps", 2000, "--runs-dir", tmp_path]
+    options += ["--total-timesteps", 1500, "--runs-dir", tmp_path]
     process = start(ROOT / "pqn_abs.py", *options)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
@@ -175,11 +175,11 @@ def test_a_run_from_the_command_line(tmp_path):
     assert 8 <= min(lengths) < max(lengths) <= 24
     assert len(column(table, "abs/behavioral_divergence")) == len(lengths) // 3
     assert np.isfinite(column(table, "losses/td_loss")).all()
-    assert 2000 <= load(folder)["global_step"] == column(table, "global_step", int)[-1]
+    assert 1500 <= load(folder)["global_step"] == column(table, "global_step", int)[-1]
     assert min(column(folder / "episodes.csv", "episodic_length", int)) > 50  # not a single life
     assert json.loads((folder / "config.json").read_text())["args"]["episodic_life"]
 
-    process = start(ROOT / "pqn_abs.py", "--resume", folder, "--total-timesteps", 2200)
+    process = start(ROOT / "pqn_abs.py", "--resume", folder, "--total-timesteps", 1700)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert load(folder)["global_step"] >= 2200
+    assert load(folder)["global_step"] >= 1700

@@ -1,7 +1,7 @@
 """The shortest example: it runs under its own name, and it learns."""
 
 import pytest
-from helpers import ROOT, column, load, rows, start
+from helpers import ROOT, column, rows, start
 
 from examples import cartpole_abs
 
@@ -10,7 +10,7 @@ SMALL = ["--num-envs", 4, "--num-minibatches", 2, "--adapt-frequency", 2]
 
 
 def test_a_run_from_the_command_line(tmp_path):
-    """Guards the example as a user starts it: its folder carries its name, and it goes on."""
+    """Guards the example as a user starts it: its folder carries its name."""
     process = start(SCRIPT, *SMALL, "--total-timesteps", 1000, "--runs-dir", tmp_path)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -18,11 +18,6 @@ def test_a_run_from_the_command_line(tmp_path):
     assert folder.name.startswith("CartPole-v1__cartpole_abs__1__")
     lengths = column(folder / "episodes.csv", "episodic_length", int)
     assert lengths == column(folder / "episodes.csv", "episodic_return")  # a point a step
-    process = start(SCRIPT, "--resume", folder, "--total-timesteps", 1500)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert load(folder)["global_step"] >= 1500
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("game", ["Nonsense-v9", "Pendulum-v1"])
