@@ -315,7 +315,7 @@ def rollout_length(
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check(args)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(fresh_seed(args.seed, 0))
     envs = make_envs(args)
     num_envs = args.num_envs
     space = envs.single_action_space
