@@ -8,6 +8,12 @@ from tqdm import tqdm
 
 import pqn_abs
 
+# Tests that were started in the background ignore these, and so would the runs that they start.
+for name in ("SIGINT", "SIGHUP"):
+    number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+
 torch.set_num_threads(1)  # the networks are small
 PARTS = ("Args", "QNetwork", "make_envs", "SCRIPT")  # what an example replaces in pqn_abs
 ORIGINALS = {name: getattr(pqn_abs, name) for name in PARTS}
