@@ -96,8 +96,7 @@ class Args:
     run_name: str | None = None  # its name; by default game, script, seed and time
     checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
     resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
-    track: bool = False  # send the metrics to Weights & Biases too
-    wandb_project: str = "adaptive-batch-scaling"  # its project
+    track: bool = False  # send the metrics to Weights & Biases too (project: $WANDB_PROJECT)
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
@@ -308,8 +307,8 @@ def main(args: Args) -> Path:
 
     while global_step < args.total_timesteps and not run.stopped:
         iteration += 1
-        seed = fresh_seed(args.seed, iteration)
-        torch.manual_seed(seed)  # anew in each iteration: there is no RNG state to save
+        # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
+        torch.manual_seed(fresh_seed(args.seed, iteration))
         length = round(adaptive_length)
         batch_size = length * num_envs
         learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
@@ -340,7 +339,8 @@ def main(args: Args) -> Path:
                 terminated[t] = torch.from_numpy(ended)
                 truncated[t] = torch.from_numpy(cut)
                 if cut.any():  # the advantage needs the cut episode's own last observation
-                    final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(device)
+                    final_obs = np.stack(info["final_obs"][cut])
+                    final_obs = torch.from_numpy(final_obs).to(device)
                     final_values[t, truncated[t]] = evaluate(network, final_obs)[1]
                 if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
                     lost_life = ended & (info["lives"] < lives)
@@ -384,9 +384,7 @@ def main(args: Args) -> Path:
         # 3. Adapt: measure how far the updates moved the policy, and let the next rollouts follow.
         kl = divergence = None
         if measure:
-            # B_ref has a generator of its own, so that measuring does not change what is learned.
-            generator = torch.Generator().manual_seed(seed)
-            sample = torch.randperm(batch_size, generator=generator)[: args.reference_states]
+            sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
             policy, old_policy = policy_of(network), policy_of(old_network)
             with autocast:
                 kl = mean_kl_divergence(policy, old_policy, b_obs[sample])  # ABS
@@ -487,8 +485,10 @@ def pick_device(args):
         return device, args.precision == "bfloat16"
     if device.type == "cuda":  # emulated, it would be slower than float32
         return device, torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return device, False
     cpu = torch.cpu.get_capabilities()
-    return device, device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+    return device, bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
 
 
 def fresh_seed(seed, iteration):
@@ -499,7 +499,7 @@ def fresh_seed(seed, iteration):
 def run_folder(args):
     """Where the run's files are, or are going to be."""
     if args.resume is not None:
-        return Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+        return Path(args.resume.removesuffix("checkpoint.pt"))
     game = args.env_id.replace("/", "-")
     name = f"{game}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
     return Path(args.runs_dir, args.run_name or name)
@@ -510,15 +510,12 @@ def load_checkpoint(args, **modules):
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = Path(args.resume)
-        if path.is_dir():
-            path = path / "checkpoint.pt"
+        path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         Args(**checkpoint["args"])
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        sum(checkpoint["scores"], checkpoint["seconds"])
-        sum(checkpoint["divergences"])
+        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
         length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
         checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
@@ -566,9 +563,7 @@ class Run:
             self.episodes.write("global_step,episodic_return,episodic_length\n")
         if args.track:
             name = self.folder.name
-            wandb.init(
-                project=args.wandb_project, name=name, id=name, resume="allow", config=config
-            )
+            wandb.init(name=name, id=name, resume="allow", config=config)
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds

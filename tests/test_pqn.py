@@ -476,7 +476,7 @@ def test_divergence_compares_before_and_after_one_iterations_updates(measured):
 
 
 def test_measuring_does_not_change_what_is_learned(train):
-    """Guards B_ref's own generator: plain PQN is the same, bit for bit, however often BD is."""
+    """Guards a seed for each iteration: plain PQN is the same, bit for bit, with and without BD."""
     often = train(FakeEnvs(4), adapt_frequency=1, **FIXED)
     never = train(FakeEnvs(4), adapt_frequency=1000, **FIXED)
     assert same_weights(load(often)["network"], load(never)["network"])

@@ -126,8 +126,8 @@ def test_wandb_gets_the_rows(train, monkeypatch):
     sent, started = [], []
     monkeypatch.setattr(pqn_abs.wandb, "init", lambda **options: started.append(options))
     monkeypatch.setattr(pqn_abs.wandb, "log", lambda row, step: sent.append((step, row)))
-    folder = train(FakeEnvs(4), total_timesteps=1000, track=True, wandb_project="mine")
-    assert started[0]["project"] == "mine" and started[0]["name"] == folder.name
+    folder = train(FakeEnvs(4), total_timesteps=1000, track=True)
+    assert started[0]["name"] == started[0]["id"] == folder.name
     expected = []
     for row in rows(folder / "metrics.csv"):
         numbers = {name: float(cell) for name, cell in row.items() if cell}
