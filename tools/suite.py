@@ -2,24 +2,18 @@ r"""Many runs from one command: scripts x games x seeds x arms, some at once, ov
 
     python tools/suite.py --games Breakout Pong --seeds 1 2 3 --jobs 2 \
         --arms "abs=" "fixed32=--no-adapt-rollout --num-steps 32"
-    python tools/suite.py --scripts examples/minatar_abs.py --games breakout asterix \
-        --seeds {101..112} --arms "abs=" "open=results/study/open_loop.py" --runs-dir runs/study
 
 An arm is NAME=FLAGS: options that its runs get. If FLAGS begins with a file, that is the arm's
 script, instead of --scripts. Breakout means BreakoutNoFrameskip-v4; other ids are handed on as they
 are. A run's folder is <runs-dir>/<arm>__<game>__<seed>, and what it prints is in the .log beside
-it. With several --scripts, the script's name is added to the arm's. Runs at once share the cores,
-by OMP_NUM_THREADS unless that is set.
+it. Runs at once share the cores, by OMP_NUM_THREADS unless that is set.
 
 The same command again goes on, whatever ended the last one: a run is done when metrics.csv has
-reached total_timesteps, or resumes from its checkpoint, or starts anew if there is none. Ctrl-C
-lets each run finish its iteration and save; a second one ends all at once. A run that fails does
-not stop the others. The exit status is 0 if all are done. For Linux and macOS.
+reached total_timesteps, or resumes from its checkpoint, or starts anew if there is none. A run goes
+on as it began: other options need another arm's name. Ctrl-C lets each run finish its iteration and
+save; a second one ends all at once. The exit status is 0 if all are done. For Linux and macOS.
 
---print prints the commands that are left, one a line, for GNU parallel or a Slurm array:
-
-    OMP_NUM_THREADS=1 parallel -j 8 < commands.txt
-    sbatch --array 1-120 --wrap 'eval "$(sed -n ${SLURM_ARRAY_TASK_ID}p commands.txt)"'
+--print prints the commands that are left, one a line, for GNU parallel or a Slurm array.
 """
 
 import fcntl
@@ -32,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -54,56 +48,29 @@ class Args:
     print: bool = False  # print the commands that are left to run, and run nothing
 
 
-def fail(message):
-    print(f"suite.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def read_arm(arm, scripts):
-    """Its name, its scripts and its options."""
-    name, equals, text = arm.partition("=")
-    if not equals or not re.fullmatch(r"[\w.-]+", name):
-        fail(f"--arms {arm!r}: it must be NAME=FLAGS, the name of letters, digits and . _ -")
-    flags = shlex.split(text)
-    if flags and not flags[0].startswith("-"):
-        scripts = [flags.pop(0)]
-    for flag in flags:
-        if flag.partition("=")[0].replace("_", "-") in OWN:
-            fail(f"--arms {arm!r}: {flag} is for the suite to set")
-    for script in scripts:
-        if not Path(script).is_file():
-            fail(f"there is no script {script}")
-    return name, scripts, flags
-
-
 def list_runs(args) -> dict[Path, list[str]]:
     """Folders, and what is run in them. Seed by seed, so that unfinished arms can be compared."""
-    if args.jobs < 1:
-        fail(f"--jobs {args.jobs}: it must be at least 1")
     runs = {}
-    for seed, game, arm in product(args.seeds, args.games, args.arms):
-        name, scripts, flags = read_arm(arm, args.scripts)
+    for seed, game, arm, script in product(args.seeds, args.games, args.arms, args.scripts):
+        name, equals, text = arm.partition("=")
+        if not equals or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"--arms {arm!r}: it must be NAME=FLAGS, NAME without spaces or /")
+        flags = shlex.split(text)
+        if flags and not flags[0].startswith("-"):
+            script = flags.pop(0)
+        if not Path(script).is_file():
+            raise ValueError(f"there is no script {script}")
+        for flag in flags:
+            if flag.partition("=")[0].replace("_", "-") in OWN:
+                raise ValueError(f"--arms {arm!r}: {flag} is for the suite to set")
+        if len(args.scripts) > 1:
+            name += f"-{Path(script).stem}"
         env_id = f"{game}NoFrameskip-v4" if re.fullmatch(r"[A-Z]\w*", game) else game
-        for script in scripts:
-            label = f"{name}-{Path(script).stem}" if len(scripts) > 1 else name
-            folder = args.runs_dir / f"{label}__{env_id.replace('/', '-')}__{seed}"
-            if folder in runs:
-                fail(f"{folder.name} comes twice: give each script, game, seed and arm once")
-            runs[folder] = [script, "--env-id", env_id, "--seed", str(seed), *flags]
+        folder = args.runs_dir / f"{name}__{env_id.replace('/', '-')}__{seed}"
+        if folder in runs:
+            raise ValueError(f"{folder} comes twice: give each script, game, seed and arm once")
+        runs[folder] = [script, "--env-id", env_id, "--seed", str(seed), *flags]
     return runs
-
-
-def remember(runs, path):
-    """Keep what each folder is run with, and refuse to go on with it in another way."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    for folder, words in runs.items():
-        before = known.get(folder.name, words)
-        if folder.exists() and before != words:
-            fail(f"{folder} was run as {shlex.join(before)}: give the arm another name")
-        known[folder.name] = words
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(known, indent=1) + "\n")
-    new.replace(path)
 
 
 def is_done(folder) -> bool:
@@ -124,27 +91,19 @@ def command(folder, words) -> list[str]:
     return [*words, "--runs-dir", str(folder.parent), "--run-name", folder.name]
 
 
-def failure(said) -> str:
-    """The line of a log that says what went wrong."""
-    said = re.sub(r"[^\r\n]*\d%\|[^\r\n\]]*\]", "\n", said)  # progress bars leave
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]  # tyro draws a frame
-    return (boxed[:1] or lines[-1:] or ["it said nothing"])[0]
-
-
-def play(folder, words) -> str | None:
-    """Run to the end; returns how it ended, or None where it was not to start any more."""
+def play(folder, words) -> None:
+    """Run to the end, unless the suite is to stop, and print how it ended."""
     if signals:
-        return None
-    with Path(f"{folder}.log").open("a+", errors="replace") as log:
+        return
+    with Path(f"{folder}.log").open("a") as log:
         try:  # the run inherits the lock, and holds it even if the suite is killed
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return "another process is at work on it"
+            print(f"{folder.name}: another process is at work on it", flush=True)
+            return
         run = command(folder, words)
         if "--resume" not in run:
             shutil.rmtree(folder, ignore_errors=True)  # killed before its first checkpoint
-        start = log.tell()
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         # In a session of its own: the terminal's Ctrl-C reaches it through the suite only.
         process = subprocess.Popen([sys.executable, *run], start_new_session=True, **streams)
@@ -154,45 +113,39 @@ def play(folder, words) -> str | None:
             if len(signals) > told:
                 told += 1
                 process.send_signal(signal.SIGINT if told == 1 else signal.SIGKILL)
-        if is_done(folder):
-            return "done"
+        ended = f"failed with status {process.returncode}, see {log.name}"
         if told or process.returncode == 0:
-            return "interrupted"
-        log.seek(start)
-        return f"failed with status {process.returncode}: {failure(log.read())} ({log.name})"
+            ended = "interrupted"
+        if is_done(folder):
+            ended = "done"
+        print(f"{folder.name}: {ended}", flush=True)
 
 
 def main(args) -> int:
     runs = list_runs(args)
-    args.runs_dir.mkdir(parents=True, exist_ok=True)
-    remember(runs, args.runs_dir / "suite.json")
     left = {folder: words for folder, words in runs.items() if not is_done(folder)}
     if args.print:
         for folder, words in left.items():
-            run = command(folder, words)
-            if folder.exists() and "--resume" not in run:  # killed before its first checkpoint
-                print(f"rm -r {shlex.quote(str(folder))} && ", end="")
-            print(shlex.join(["python", *run]))
+            line = shlex.join(["python", *command(folder, words)])
+            if folder.exists() and " --resume " not in line:  # killed before its first checkpoint
+                line = f"rm -r {shlex.quote(str(folder))} && {line}"
+            print(line)
         return 0
-    print(f"{len(runs)} runs, {len(left)} of them left", flush=True)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-            signal.signal(signum, lambda *received: signals.append(received))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
-    os.environ["PYTHONUNBUFFERED"] = "1"  # logs keep the order of what is said
-    done = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        players = {pool.submit(play, *run): run[0] for run in left.items()}
-        for player in as_completed(players):
-            ended = player.result()
-            done += ended == "done"
-            if ended is not None:
-                print(f"{players[player].name}: {ended}; {len(left) - done} left", flush=True)
-    return int(done < len(left))
+        args.runs_dir.mkdir(parents=True, exist_ok=True)
+        print(f"{len(runs)} runs, {len(left)} of them left", flush=True)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, lambda *received: signals.append(received))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
+        os.environ["PYTHONUNBUFFERED"] = "1"  # logs keep the order of what is said
+        list(pool.map(play, left.keys(), left.values()))
+    return int(not all(map(is_done, runs)))
 
 
 if __name__ == "__main__":
     try:
         raise SystemExit(main(tyro.cli(Args, description=__doc__)))
     except (OSError, ValueError) as error:  # a bad folder, a quotation mark alone in --arms
-        fail(error)
+        print(f"suite.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
