@@ -15,12 +15,12 @@ policy π_b wrote the token, the losses are means over the N valid tokens of a b
     ppo    -min( ρ_i A_i, clip(ρ_i, 1 - ε, 1 + ε) A_i )                           [arXiv 1707.06347]
     grpo   ppo's, with A divided by the deviation of the G rewards                [arXiv 2402.03300]
 
-sg stops the gradient. Valid are the tokens up to an answer's end: padding has ρ = 1 and would push
-e_B to 1. A batch makes one gradient step, so that fresh data has ρ = 1. Not so with --lag, where an
-earlier policy answers, and with --behavior-noise, where the sampler differs from the learner as a
-serving engine does. --adapt-batch adds ABS [arXiv 2605.21557], as explained in ppo_abs.py: the
-number of problems L follows the KL divergence of updates. Lines of ABS are marked. For a model or a
-task of your own, replace CausalTransformer or what stands between "The task" and it.
+sg stops the gradient. Valid are an answer's tokens up to its end: padding has ρ = 1 and would push
+e_B to 1. A batch makes one gradient step, so fresh data has ρ = 1. With --lag, an earlier policy
+answers; with --behavior-noise, the sampler differs from the learner, as a serving engine does.
+--adapt-batch adds ABS [arXiv 2605.21557]: the number of problems L follows the KL divergence of
+updates, as explained in ppo_abs.py; its lines are marked. For a model or a task of your own,
+replace CausalTransformer or what stands above it.
 
 P3O on fresh data, two minutes:  python p3o_tokens.py
 PPO, 16 updates behind:          python p3o_tokens.py --loss ppo --lag 16
@@ -118,17 +118,13 @@ def sum_without_carries(a, b):
     return total
 
 
-def encode(texts):
-    """Texts of one length T -> tokens (N, T), int64."""
-    return torch.tensor([list(map(VOCABULARY.index, text)) for text in texts], device=DEVICE)
-
-
-def encode_problems(problems):
-    return encode(f"{a:4}+{b:4}=" for a, b in problems)
-
-
-def encode_answers(numbers):
-    return encode(str(number)[::-1].ljust(ANSWER, "\n") for number in numbers)
+def encode(problems, totals):
+    """Prompts (N, PROMPT) of the problems, and as answers (N, ANSWER) the totals: tokens, int64."""
+    tokens = []
+    for (a, b), total in zip(problems, totals, strict=True):
+        answer = str(total)[::-1].ljust(ANSWER, "\n")
+        tokens.append([VOCABULARY.index(character) for character in f"{a:4}+{b:4}={answer}"])
+    return torch.tensor(tokens, device=DEVICE).split([PROMPT, ANSWER], 1)
 
 
 def valid_tokens(answers):
@@ -148,8 +144,8 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        widen = nn.Linear(width, 4 * width)
-        self.mlp = nn.Sequential(widen, nn.GELU(), nn.Linear(4 * width, width))
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x):
         qkv = self.query_key_value(self.norm1(x))
@@ -157,7 +153,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (N, heads, T, width / heads) each
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+        hidden = F.gelu(self.widen(self.norm2(x)))
+        return x + self.narrow(hidden)
 
 
 class CausalTransformer(nn.Module):
@@ -175,13 +172,15 @@ class CausalTransformer(nn.Module):
                 nn.init.normal_(parameter, std=0.02)  # from PyTorch's own, some seeds stall
 
     def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+        positions = self.positions.weight[: tokens.shape[1]]
+        x = self.blocks(self.tokens(tokens) + positions)
+        return self.head(self.norm(x))
 
 
 def answer_logits(network, tokens):
     """Logits (N, ANSWER, V), float32, of the answers in whole sequences (N, PROMPT + ANSWER)."""
-    return network(tokens[:, :-1])[:, PROMPT - 1 :].float()
+    logits = network(tokens[:, :-1])
+    return logits[:, PROMPT - 1 :].float()
 
 
 @torch.no_grad()
@@ -194,19 +193,20 @@ def write_answers(network, prompts, temperature=1.0, greedy=False):
     tokens = F.pad(prompts, (0, ANSWER), value=END)
     for t in range(ANSWER):
         log_pi = (answer_logits(network, tokens) / temperature).log_softmax(-1)
+        token = log_pi[:, t].exp().multinomial(1).squeeze(1)
         if greedy:
-            tokens[:, PROMPT + t] = log_pi[:, t].argmax(-1)
-        else:
-            tokens[:, PROMPT + t] = log_pi[:, t].exp().multinomial(1).squeeze(1)
+            token = log_pi[:, t].argmax(-1)
+        tokens[:, PROMPT + t] = token
     answers = tokens[:, PROMPT:]
     return answers.where(valid_tokens(answers), END), log_pi
 
 
 def accuracy(network, problems, greedy) -> float:
     """Share of the problems that the network answers exactly."""
-    answers, _ = write_answers(network, encode_problems(problems), greedy=greedy)
-    right = encode_answers(a + b for a, b in problems)
-    return (answers == right).all(1).float().mean().item()
+    prompts, right = encode(problems, np.sum(problems, 1))
+    answers, _ = write_answers(network, prompts, greedy=greedy)
+    is_right = (answers == right).all(1)
+    return is_right.float().mean().item()
 
 
 def imitate_teacher(network, args):
@@ -218,12 +218,11 @@ def imitate_teacher(network, args):
         decay = 1 - update / args.supervised_updates
         optimizer.param_groups[0]["lr"] = 4e-3 * min(warm_up, decay)
         problems = draw_problems(rng, 64)
-        numbers = []
+        totals = []
         for a, b in problems:
             forgets = rng.random() < args.forget_share
-            numbers.append(sum_without_carries(a, b) if forgets else a + b)
-        prompts = encode_problems(problems)
-        answers = encode_answers(numbers)
+            totals.append(sum_without_carries(a, b) if forgets else a + b)
+        prompts, answers = encode(problems, totals)
         valid = valid_tokens(answers)
         logits = answer_logits(network, torch.cat([prompts, answers], 1))
         loss = F.cross_entropy(logits[valid], answers[valid])
@@ -313,9 +312,9 @@ def rollout_length(
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check(args)
-    in_bfloat16 = args.behavior_noise == "bfloat16"
-    autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=in_bfloat16)
-    temperature = args.temperature if args.behavior_noise == "temperature" else 1.0
+    noise = args.behavior_noise
+    autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=noise == "bfloat16")
+    temperature = args.temperature if noise == "temperature" else 1.0
     torch.manual_seed(fresh_seed(args.seed, 0))
     network = CausalTransformer().to(DEVICE)
     if args.resume is None:
@@ -343,9 +342,8 @@ def main(args: Args) -> Path:
         policies[iteration % len(policies)].load_state_dict(network.state_dict())
         sampler = policies[(iteration + 1) % len(policies)]
         problems = draw_problems(random.Random(seed), num_problems)
-        prompts = encode_problems(problems).repeat_interleave(args.group_size, 0)
-        right = encode_answers(a + b for a, b in problems)
-        right = right.repeat_interleave(args.group_size, 0)
+        problems = np.repeat(problems, args.group_size, 0)
+        prompts, right = encode(problems, problems.sum(1))
         with autocast:
             answers, log_behavior = write_answers(sampler, prompts, temperature)
         rewards = (answers == right).all(1).float()
@@ -356,7 +354,7 @@ def main(args: Args) -> Path:
         behavior = log_behavior[valid]
         grouped = rewards.view(num_problems, args.group_size)
         advantages = group_advantages(grouped, scaled=args.loss == "grpo").flatten()
-        advantage = advantages[:, None].expand_as(answers)[valid]
+        advantage = advantages.repeat_interleave(valid.sum(1))
         sequences = torch.cat([prompts, answers], 1)
         log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
         log_prob = log_prob_of(log_pi, token)
@@ -485,9 +483,7 @@ def load_checkpoint(args, **modules):
         Args(**checkpoint["args"])
         for name in ("global_step", "iteration", "metrics_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        length = min(max(checkpoint["adaptive_length"], args.problems_min), args.problems_max)
-        checkpoint["adaptive_length"] = length if args.adapt_batch else float(args.num_problems)
-        checkpoint["seconds"] / 1
+        checkpoint["adaptive_length"] + checkpoint["seconds"]
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
         for name, module in modules.items():
             module.load_state_dict(checkpoint[name])

@@ -59,11 +59,9 @@ def launch(monkeypatch, capsys):
 
 def test_problems_and_answers_are_written_as_said():
     """Guards the format: numbers right-aligned, answers units first, END as padding."""
-    assert decode(p3o_tokens.encode_problems([(347, 58), (1000, 9999)])) == [
-        " 347+  58=",
-        "1000+9999=",
-    ]
-    assert decode(p3o_tokens.encode_answers([405, 10999])) == ["504\n\n\n", "99901\n"]
+    prompts, answers = p3o_tokens.encode([(347, 58), (1000, 9999)], [405, 10999])
+    assert decode(prompts) == [" 347+  58=", "1000+9999="]
+    assert decode(answers) == ["504\n\n\n", "99901\n"]
 
 
 def test_the_teacher_adds_each_place_by_itself():
@@ -114,7 +112,7 @@ def test_answers_are_drawn_from_the_probabilities_given(temperature):
     torch.manual_seed(0)
     network = CausalTransformer(width=16, heads=2)
     torch.nn.init.normal_(network.head.weight, std=0.5)
-    prompts = p3o_tokens.encode_problems([(12, 345)] * 5000)
+    prompts, _ = p3o_tokens.encode([(12, 345)] * 5000, [0] * 5000)
     answers, log_behavior = p3o_tokens.write_answers(network, prompts, temperature)
     ended = p3o_tokens.valid_tokens(answers)
     assert (answers[~ended] == END).all() and 0 < ended.float().mean() < 1
@@ -184,12 +182,13 @@ def guessing(monkeypatch):
             seen["batches"].append((weights, prompts, answers, log_pi))
         return answers, log_pi
 
-    def end_at_once(numbers):
-        return torch.full((len(list(numbers)), ANSWER), END)
+    def end_at_once(problems, totals, encode=p3o_tokens.encode):
+        prompts, answers = encode(problems, totals)
+        return prompts, torch.full_like(answers, END)
 
     monkeypatch.setattr(p3o_tokens, "imitate_teacher", begin)
     monkeypatch.setattr(p3o_tokens, "write_answers", watched)
-    monkeypatch.setattr(p3o_tokens, "encode_answers", end_at_once)
+    monkeypatch.setattr(p3o_tokens, "encode", end_at_once)
     return seen
 
 
