@@ -270,7 +270,7 @@ def test_a_run_that_outlives_a_killed_suite_is_not_started_twice(fake):
         ({"arms": ("a=--seed 3",)}, "--seed is for the suite to set"),
         ({"arms": ("a=--run_name=x",)}, "--run_name=x is for the suite to set"),
         ({"seeds": (1, 1)}, "abs__g__1 comes twice"),
-        ({"jobs": 0}, "max_workers must be greater than 0"),
+        ({"jobs": 0}, "--jobs 0: it must be at least 1"),
     ],
 )
 def test_what_makes_no_suite_is_refused(changes, says):

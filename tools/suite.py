@@ -11,9 +11,8 @@ it. Runs at once share the cores, by OMP_NUM_THREADS unless that is set.
 The same command again goes on, whatever ended the last one: a run is done when metrics.csv has
 reached total_timesteps, or resumes from its checkpoint, or starts anew if there is none. A run goes
 on as it began: other options need another arm's name. Ctrl-C lets each run finish its iteration and
-save; a second one ends all at once. The exit status is 0 if all are done. For Linux and macOS.
-
---print prints the commands that are left, one a line, for GNU parallel or a Slurm array.
+save; a second one ends all at once. The exit status is 0 if all are done. --print prints what is
+left to do, a command a line, for GNU parallel or a Slurm array. For Linux and macOS.
 """
 
 import fcntl
@@ -122,6 +121,8 @@ def play(folder, words) -> None:
 
 
 def main(args) -> int:
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs}: it must be at least 1")
     runs = list_runs(args)
     left = {folder: words for folder, words in runs.items() if not is_done(folder)}
     if args.print:
