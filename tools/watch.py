@@ -27,7 +27,6 @@ import tyro
 from ale_py.vector_env import AtariVectorEnv
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_ENVS = 10  # environments that play in parallel
 STEPS_PER_SECOND = 15  # of a video, as the console plays: 60 frames a second, 4 a step
 LONGEST = 60 * STEPS_PER_SECOND  # steps of a video
 HEIGHT = 420  # pixels of a video; a MinAtar game has 10
@@ -58,7 +57,7 @@ def load_run(args):
     run = script.Args(**checkpoint["args"])
     agent = {"script": name, "env_id": run.env_id, "seed": run.seed}
     agent |= {"global_step": checkpoint["global_step"], "adapt_rollout": run.adapt_rollout}
-    run.num_envs = min(NUM_ENVS, args.episodes)
+    run.num_envs = min(10, args.episodes)  # that play in parallel
     fire = getattr(run, "episodic_life", False)
     run.episodic_life = False  # whole games
     envs = script.make_envs(run)
