@@ -214,6 +214,24 @@ def test_an_update_computed_twice(train, guessing, loss, noise):
         torch.testing.assert_close(ours.grad, slow.grad, rtol=1e-3, atol=1e-6)
 
 
+def test_an_answer_earns_1_if_it_is_the_sum(train, monkeypatch):
+    """Guards the reward and both accuracies: right but for each fourth answer, off by one there."""
+
+    def calculate(network, prompts, *options, **more):
+        answers = []
+        for i, problem in enumerate(decode(prompts)):
+            a, b = problem.rstrip("=").split("+")
+            total = int(a) + int(b) + (i % 4 == 0)
+            answers.append([VOCABULARY.index(digit) for digit in f"{str(total)[::-1]:\n<{ANSWER}}"])
+        log_pi = torch.zeros(len(answers), ANSWER, len(VOCABULARY)).log_softmax(-1)
+        return torch.tensor(answers), log_pi
+
+    monkeypatch.setattr(p3o_tokens, "write_answers", calculate)
+    (row,) = rows(train() / "metrics.csv")
+    for name in "reward", "greedy_accuracy", "sampled_accuracy":
+        assert float(row[f"charts/{name}"]) == 0.75
+
+
 def test_fresh_data_is_on_policy_to_the_bit(train, guessing):
     """Guards ρ = 1 where sampler and learner are one: e_B = 1, no pull, nothing capped."""
     folder = train(4)
