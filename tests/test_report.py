@@ -170,7 +170,7 @@ def test_the_reference_is_resampled_but_what_it_divides_is_not(tmp_path):
     expected = [[2, 2, 2], [1, means[0], means[-1]]]  # the extremes come once in 27
     found = [[float(row[name]) for name in ("IQM", "IQM_low", "IQM_high")] for row in rows]
     assert found == [pytest.approx(line, rel=1e-3) for line in expected]
-    for name in "headline learning_curves divergence rollout_length".split():
+    for name in "headline learning_curves divergence rollout_length improvement".split():
         assert (out / f"{name}.png").stat().st_size > 10_000
 
 

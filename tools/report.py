@@ -35,6 +35,7 @@ from tools.plot import DIVERGENCE, KL, LENGTH, RETURN, STEP, plt
 
 NAMES = {RETURN: "learning_curves", LENGTH: "rollout_length"}
 NAMES |= {DIVERGENCE: "divergence", KL: "kl_divergence"}
+IMPROVEMENT = "Probability"
 SIGNALS = ["abs/policy_entropy", "losses/entropy", "abs/value_variance", "gns/noise_scale_raw", KL]
 RESAMPLES, PERMUTATIONS, POINTS = 4000, 20_000, 50
 
@@ -290,7 +291,7 @@ def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **opti
             axis.plot(steps, found[0], color=colours[arm], label=arm, linewidth=width)
             axis.fill_between(steps, *found[1:], color=colours[arm], alpha=shade, linewidth=0)
         if axis in axes[:, 0]:
-            axis.set_ylabel(plot.TITLES[column])
+            axis.set_ylabel(plot.TITLES.get(column, column))
         axis.set_title(title, fontsize=10)
         plot.finish_axis(axis, runs, column)
     for axis in axes.flat[len(panels) :]:
@@ -333,6 +334,18 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     return rows
 
 
+def draw_improvement(study: Study, path: Path, pairs: list[tuple[str, str]]) -> None:
+    """A panel for each arm that comes first in a pair, over steps."""
+    panels = []
+    for arm in dict.fromkeys(first for first, _ in pairs):
+        found = {}
+        for second in [second for first, second in pairs if first == arm]:
+            curves = study.curves(arm, RETURN), study.curves(second, RETURN)
+            found[second] = estimate(improvement, *curves)
+        panels.append((f"Probability that {arm} is ahead of others", IMPROVEMENT, found))
+    draw(study, path, panels, columns=1, sharey=True)
+
+
 def main(args: Args) -> None:
     study = read_study(args)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -343,6 +356,8 @@ def main(args: Args) -> None:
     draw_games(study, args.out)
     tables = {"scores": score_rows(study), "aggregate": draw_headline(study, args.out)}
     tables["contrasts"] = contrast_rows(study, pairs)
+    if pairs:
+        draw_improvement(study, args.out / "improvement.png", pairs)
     tables["signals"] = signal_rows(study)
     for name, rows in tables.items():
         if rows:

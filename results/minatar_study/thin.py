@@ -14,7 +14,6 @@ from pathlib import Path
 
 source, target = map(Path, sys.argv[1:])
 target.mkdir(parents=True, exist_ok=True)
-shutil.copy(source / "suite.json", target)
 kept = 0
 for folder in sorted(source.glob("*__*__*/")):
     total_timesteps = json.loads((folder / "config.json").read_text())["args"]["total_timesteps"]
