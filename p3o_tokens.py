@@ -67,6 +67,7 @@ class Args:
     clip_coef: float = 0.2  # [ε] of ppo and grpo
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     supervised_updates: int = 1500  # imitation of the teacher before, with 64 answers each
+    supervised_rate: float = 4e-3  # its highest learning rate
     forget_share: float = 0.7  # share of the teacher's answers in which it forgets all carries
     lag: int = 0  # answers are the policy's of so many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler only
@@ -216,7 +217,7 @@ def imitate_teacher(network, args):
     for update in range(args.supervised_updates):
         warm_up = update / 100
         decay = 1 - update / args.supervised_updates
-        optimizer.param_groups[0]["lr"] = 4e-3 * min(warm_up, decay)
+        optimizer.param_groups[0]["lr"] = args.supervised_rate * min(warm_up, decay)
         problems = draw_problems(rng, 64)
         totals = []
         for a, b in problems:
@@ -441,7 +442,7 @@ def check(args):
         (0, math.inf, "seed lag"),
         (0, 1, "forget_share beta"),
         (1e-9, 1e9, "learning_rate clip_coef max_grad_norm temperature"),
-        (1e-9, 1e9, "checkpoint_every delta_max"),
+        (1e-9, 1e9, "supervised_rate checkpoint_every delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),
     ]
     if args.adapt_batch:
