@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,<2.14", "gymnasium[mujoco]>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
-#     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
+# dependencies = ["torch>=2.11,<2.14", "gymnasium[mujoco]>=1.4", "numpy>=2.0", "tyro>=1.0",
+#     "wandb>=0.25", "tqdm>=4.67"]
 # ///
 """PPO with Adaptive Batch Scaling (ABS), for continuous actions (MuJoCo), in one file.
 
