@@ -67,8 +67,8 @@ class Args:
     clip_coef: float = 0.2  # [ε] of ppo and grpo
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     supervised_updates: int = 1500  # imitation of the teacher before, with 64 answers each
-    supervised_rate: float = 4e-3  # its highest learning rate
-    forget_share: float = 0.7  # share of the teacher's answers in which it forgets all carries
+    supervised_rate: float = 2e-3  # its highest learning rate
+    forget_share: float = 0.5  # share of the teacher's answers in which it forgets all carries
     lag: int = 0  # answers are the policy's of so many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler only
     temperature: float = 1.3  # the sampler's with --behavior-noise temperature; the learner's is 1
