@@ -185,7 +185,7 @@ def answer_logits(network, tokens):
 
 
 @torch.no_grad()
-def write_answers(network, prompts, temperature=1.0, greedy=False):
+def write_answers(network, prompts, temperature):
     """Answers (N, ANSWER) to prompts (N, PROMPT), and log π_b (N, ANSWER, V) of all tokens.
 
     Each token takes a pass over the whole sequence, with padding that causal attention cannot see.
@@ -194,18 +194,15 @@ def write_answers(network, prompts, temperature=1.0, greedy=False):
     tokens = F.pad(prompts, (0, ANSWER), value=END)
     for t in range(ANSWER):
         log_pi = (answer_logits(network, tokens) / temperature).log_softmax(-1)
-        token = log_pi[:, t].exp().multinomial(1).squeeze(1)
-        if greedy:
-            token = log_pi[:, t].argmax(-1)
-        tokens[:, PROMPT + t] = token
+        tokens[:, PROMPT + t] = log_pi[:, t].exp().multinomial(1).squeeze(1)
     answers = tokens[:, PROMPT:]
     return answers.where(valid_tokens(answers), END), log_pi
 
 
-def accuracy(network, problems, greedy) -> float:
+def accuracy(network, problems, temperature) -> float:
     """Share of the problems that the network answers exactly."""
     prompts, right = encode(problems, np.sum(problems, 1))
-    answers, _ = write_answers(network, prompts, greedy=greedy)
+    answers, _ = write_answers(network, prompts, temperature)
     is_right = (answers == right).all(1)
     return is_right.float().mean().item()
 
@@ -391,8 +388,8 @@ def main(args: Args) -> Path:
         greedy_accuracy = sampled_accuracy = None
         ends = global_step >= args.total_timesteps
         if ends or (iteration - 1) % args.eval_frequency == 0:
-            greedy_accuracy = accuracy(network, exam, greedy=True)
-            sampled_accuracy = accuracy(network, exam, greedy=False)
+            greedy_accuracy = accuracy(network, exam, temperature=1e-6)
+            sampled_accuracy = accuracy(network, exam, temperature=1.0)
         row = {
             "global_step": global_step,
             "charts/reward": rewards.mean().item(),
