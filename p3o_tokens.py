@@ -22,7 +22,7 @@ answers; with --behavior-noise, the sampler differs from the learner, as a servi
 updates, as explained in ppo_abs.py; its lines are marked. For a model or a task of your own,
 replace CausalTransformer or what stands above it.
 
-P3O on fresh data, two minutes:  python p3o_tokens.py
+P3O on fresh data, one minute:   python p3o_tokens.py
 PPO, 16 updates behind:          python p3o_tokens.py --loss ppo --lag 16
 P3O, sampler in bfloat16:        python p3o_tokens.py --behavior-noise bfloat16
 P3O with ABS:                    python p3o_tokens.py --adapt-batch
