@@ -1,0 +1,133 @@
+"""The figure and the table of this folder:  figure.py [RUNS]
+
+RUNS is a folder of finished runs, named CONDITION__LOSS__SEED. Their config.json and every other
+row of metrics.csv come here first. Rows are those with odd iterations, and the last.
+"""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = Path(__file__).parent
+CONDITIONS = {
+    "fresh": "fresh",
+    "lag16": "16 updates late",
+    "bfloat16": "bfloat16 sampler",
+    "temperature": "sampler at temperature 1.3",
+    "temperature2": "sampler at temperature 2",
+    "lag16slow": "16 updates late, learning rate 3e-4",
+}
+LOSSES = {"p3o": "C0", "ppo": "C1", "grpo": "C2"}
+METRICS = {
+    "charts/greedy_accuracy": "greedy accuracy",
+    "charts/sampled_accuracy": "sampled accuracy",
+    "p3o/ess": "ESS e_B",
+    "p3o/capped": "share with ρ > e_B",
+}
+
+
+def take(runs):
+    """Copy thinned runs into this folder."""
+    for source in sorted(Path(runs).iterdir()):
+        with open(source / "metrics.csv") as file:
+            rows = list(csv.DictReader(file))
+        kept = [row for i, row in enumerate(rows) if i % 2 == 0 or i == len(rows) - 1]
+        target = HERE / source.name
+        target.mkdir(exist_ok=True)
+        with open(target / "metrics.csv", "w") as file:
+            table = csv.DictWriter(file, rows[0], lineterminator="\n")
+            table.writeheader()
+            for row in kept:
+                table.writerow({name: shortened(cell) for name, cell in row.items()})
+        config = json.loads((source / "config.json").read_text())
+        config["args"]["runs_dir"] = "runs"
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def shortened(cell):
+    """Six digits are enough."""
+    return f"{float(cell):.6g}" if "." in cell else cell
+
+
+def column(folder, name):
+    """Steps and values of one column, without its empty cells."""
+    with open(folder / "metrics.csv") as file:
+        cells = [(int(row["global_step"]), row[name]) for row in csv.DictReader(file)]
+    steps, values = zip(*[(step, float(cell)) for step, cell in cells if cell], strict=True)
+    return np.array(steps), np.array(values)
+
+
+def runs_of(condition, loss):
+    return sorted(HERE.glob(f"{condition}__{loss}__*"))
+
+
+def smoothed(values, width=5):
+    """Mean of each value and those before it, at most width."""
+    return np.array([values[max(i - width + 1, 0) : i + 1].mean() for i in range(len(values))])
+
+
+def draw(path):
+    figure, axes = plt.subplots(
+        len(METRICS), len(CONDITIONS), figsize=(15, 9), sharex=True, sharey="row"
+    )
+    for axis_column, (condition, title) in zip(axes.T, CONDITIONS.items(), strict=True):
+        axis_column[0].set_title(title, fontsize=9)
+        axis_column[-1].set_xlabel("answers")
+        for loss, color in LOSSES.items():
+            for axis, (metric, label) in zip(axis_column, METRICS.items(), strict=True):
+                curves = []
+                for run in runs_of(condition, loss):
+                    steps, values = column(run, metric)
+                    curves.append(values if metric.startswith("charts") else smoothed(values))
+                if curves:
+                    mean, deviation = np.mean(curves, 0), np.std(curves, 0)
+                    axis.plot(steps, mean, color=color, label=loss)
+                    low, high = mean - deviation, mean + deviation
+                    axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+                if axis in axes[:, 0]:
+                    axis.set_ylabel(label)
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def last_mean(folder, name, share=0.2):
+    """Mean of a column over the last share of the answers."""
+    steps, values = column(folder, name)
+    return values[steps > (1 - share) * steps[-1]].mean()
+
+
+def print_table():
+    print(
+        "| condition | loss | greedy | sampled | mean greedy | ESS | 1 - ESS | ρ > ESS | clipped |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for condition, title in [*CONDITIONS.items(), ("abs", "fresh, --adapt-batch")]:
+        for loss in LOSSES:
+            runs = runs_of(condition, loss)
+            if not runs:
+                continue
+            cells = []
+            for name in ("charts/greedy_accuracy", "charts/sampled_accuracy"):
+                values = [last_mean(run, name) for run in runs]
+                cells.append(f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}")
+            for name in ("charts/greedy_accuracy", "p3o/ess", "p3o/kl_weight"):
+                values = [column(run, name)[1].mean() for run in runs]
+                cells.append(f"{np.mean(values):.3f}")
+            for name in ("p3o/capped", "ppo/clipped"):
+                values = [column(run, name)[1].mean() for run in runs]
+                cells.append(f"{np.mean(values):.2f}")
+            print(f"| {title} ({len(runs)}) | {loss} | {' | '.join(cells)} |")
+
+
+if len(sys.argv) > 1:
+    take(sys.argv[1])
+draw(HERE / "figure.png")
+print_table()
