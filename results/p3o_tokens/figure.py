@@ -22,7 +22,7 @@ CONDITIONS = {
     "bfloat16": "bfloat16 sampler",
     "temperature": "sampler at temperature 1.3",
     "temperature2": "sampler at temperature 2",
-    "lag16slow": "16 updates late, learning rate 3e-4",
+    "lag16slow": "16 late, learning rate 3e-4",
 }
 LOSSES = {"p3o": "C0", "ppo": "C1", "grpo": "C2"}
 METRICS = {
@@ -74,10 +74,11 @@ def smoothed(values, width=5):
 
 
 def draw(path):
+    drawn = {name: title for name, title in CONDITIONS.items() if runs_of(name, "p3o")}
     figure, axes = plt.subplots(
-        len(METRICS), len(CONDITIONS), figsize=(15, 9), sharex=True, sharey="row"
+        len(METRICS), len(drawn), figsize=(2.5 * len(drawn), 9), sharex=True, sharey="row"
     )
-    for axis_column, (condition, title) in zip(axes.T, CONDITIONS.items(), strict=True):
+    for axis_column, (condition, title) in zip(axes.T, drawn.items(), strict=True):
         axis_column[0].set_title(title, fontsize=9)
         axis_column[-1].set_xlabel("answers")
         for loss, color in LOSSES.items():
@@ -106,7 +107,7 @@ def last_mean(folder, name, share=0.2):
 
 def print_table():
     print(
-        "| condition | loss | greedy | sampled | mean greedy | ESS | 1 - ESS | ρ > ESS | clipped |"
+        "| condition | loss | greedy | sampled | mean greedy | ESS | 1 - ESS | capped | clipped |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for condition, title in [*CONDITIONS.items(), ("abs", "fresh, --adapt-batch")]:
