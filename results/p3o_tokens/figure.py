@@ -118,7 +118,8 @@ def print_table():
             cells = []
             for name in ("charts/greedy_accuracy", "charts/sampled_accuracy"):
                 values = [last_mean(run, name) for run in runs]
-                cells.append(f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}")
+                deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+                cells.append(f"{np.mean(values):.3f}{deviation}")
             for name in ("charts/greedy_accuracy", "p3o/ess", "p3o/kl_weight"):
                 values = [column(run, name)[1].mean() for run in runs]
                 cells.append(f"{np.mean(values):.3f}")
