@@ -13,14 +13,14 @@ policy π_b wrote the token, the losses are means over the N valid tokens of a b
     p3o    -sg(min(ρ_i, e_B)) log π_θ(token_i) A_i + (1 - e_B) KL( π_θ ‖ π_b )    [arXiv 2605.12380]
            e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²),   the effective sample size
     ppo    -min( ρ_i A_i, clip(ρ_i, 1 - ε, 1 + ε) A_i )                           [arXiv 1707.06347]
-    grpo   ppo's, with A divided by the deviation of the G rewards                [arXiv 2402.03300]
+    grpo   ppo's, A divided by the standard deviation of the G rewards; no KL     [arXiv 2402.03300]
 
-sg stops the gradient. Valid are an answer's tokens up to its end: padding has ρ = 1 and would push
-e_B to 1. A batch makes one gradient step, so fresh data has ρ = 1. With --lag, an earlier policy
-answers; with --behavior-noise, the sampler differs from the learner, as a serving engine does.
---adapt-batch adds ABS [arXiv 2605.21557]: the number of problems L follows the KL divergence of
-updates, as explained in ppo_abs.py; its lines are marked. For a model or a task of your own,
-replace CausalTransformer or what stands above it.
+sg stops the gradient. Valid are an answer's tokens up to its end: padding decides nothing, and must
+not count in e_B. A batch makes one gradient step, so fresh data has ρ = 1, and P3O is PPO. With
+--lag, an earlier policy answers; with --behavior-noise, the sampler differs from the learner, as a
+serving engine does. --adapt-batch adds ABS [arXiv 2605.21557]: the number of problems L follows the
+KL divergence of updates; its lines are marked "ABS". For a model or a task of your own, replace
+CausalTransformer or what stands above it.
 
 P3O on fresh data, one minute:   python p3o_tokens.py
 PPO, 16 updates behind:          python p3o_tokens.py --loss ppo --lag 16
@@ -44,7 +44,6 @@ from typing import Literal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: its idle threads soon free cores
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ class Args:
     clip_coef: float = 0.2  # [ε] of ppo and grpo
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     supervised_updates: int = 1500  # imitation of the teacher before, with 64 answers each
-    supervised_rate: float = 2e-3  # its highest learning rate
+    supervised_rate: float = 2e-3  # highest learning rate of its Adam, after a warm-up
     forget_share: float = 0.5  # share of the teacher's answers in which it forgets all carries
     lag: int = 0  # answers are the policy's of so many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler only
@@ -100,13 +99,13 @@ ANSWER = 6  # tokens of an answer: up to 5 digits and END; more END is padding
 
 
 def draw_problems(rng, count, held_out=False):
-    """Pairs of numbers of 2 to 4 digits. About a seventh of all pairs is held out of training."""
+    """Pairs of numbers of 2 to 4 digits. Held out of training are sums that 7 divides."""
     problems = []
     while len(problems) < count:
         smallest_a, smallest_b = rng.choices((10, 100, 1000), k=2)
         a = rng.randrange(smallest_a, 10 * smallest_a)
         b = rng.randrange(smallest_b, 10 * smallest_b)
-        if ((31 * a + 17 * b) % 7 == 0) == held_out:
+        if ((a + b) % 7 == 0) == held_out:
             problems.append((a, b))
     return problems
 
@@ -481,7 +480,11 @@ def load_checkpoint(args, **modules):
         Args(**checkpoint["args"])
         for name in ("global_step", "iteration", "metrics_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        checkpoint["adaptive_length"] + checkpoint["seconds"]
+        length = min(max(checkpoint["adaptive_length"], args.problems_min), args.problems_max)
+        if not args.adapt_batch:
+            length = float(args.num_problems)
+        checkpoint["adaptive_length"] = length
+        checkpoint["seconds"] = float(checkpoint["seconds"])
         checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
         for name, module in modules.items():
             module.load_state_dict(checkpoint[name])
