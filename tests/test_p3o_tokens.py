@@ -338,6 +338,16 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, launch, guessing):
     assert config["args_before"]["total_timesteps"] == 160
 
 
+def test_a_resumed_run_takes_the_batch_that_it_is_given(train, launch):
+    """Guards --num-problems and --no-adapt-batch beside --resume, against an L_adapt that is old."""
+    folder = train(2)
+    steps = ["--total-timesteps", 96, "--num-problems", 5]
+    status, errors = launch("--resume", folder, *steps)
+    assert status == 0, errors
+    lengths = [row["abs/rollout_length"] for row in rows(folder / "metrics.csv")]
+    assert lengths == ["8", "8", "5", "5"]
+
+
 def test_killed_and_resumed_it_gives_the_same_numbers(tmp_path):
     """Guards runs against kill -9, as processes."""
     script = ROOT / "p3o_tokens.py"
