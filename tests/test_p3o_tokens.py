@@ -339,7 +339,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, launch, guessing):
 
 
 def test_a_resumed_run_takes_the_batch_that_it_is_given(train, launch):
-    """Guards --num-problems and no --adapt-batch beside --resume: the old L_adapt does not count."""
+    """Guards --num-problems and no --adapt-batch beside --resume: the old L does not count."""
     folder = train(2)
     steps = ["--total-timesteps", 96, "--num-problems", 5]
     status, errors = launch("--resume", folder, *steps)
