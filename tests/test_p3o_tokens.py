@@ -460,6 +460,10 @@ def test_wandb_gets_the_rows(train, monkeypatch):
 @pytest.mark.slow
 def test_p3o_repairs_what_the_teacher_spoilt(tmp_path):
     """Guards the whole: greedy answers to held-out problems, from under 0.7 to over 0.95."""
-    args = p3o_tokens.Args(runs_dir=str(tmp_path), seed=11)
-    greedy = column(p3o_tokens.main(args) / "metrics.csv", "charts/greedy_accuracy")
-    assert greedy[0] < 0.7 and sum(greedy[-3:]) / 3 > 0.95
+    options = {"runs_dir": str(tmp_path), "seed": 11}
+    still = {"run_name": "start", "learning_rate": 1e-9, "total_timesteps": 256}
+    folders = [p3o_tokens.main(p3o_tokens.Args(**options | still))]
+    folders.append(p3o_tokens.main(p3o_tokens.Args(**options)))
+    name = "charts/greedy_accuracy"
+    start, greedy = [column(folder / "metrics.csv", name) for folder in folders]
+    assert start[0] < 0.7 and sum(greedy[-3:]) / 3 > 0.95
