@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import sys
+import textwrap
 import tokenize
 import tomllib
 
@@ -55,6 +56,14 @@ def drifted(scripts):
 def test_scripts_share_word_for_word():
     """Guards readers of two scripts: what has one name is one thing."""
     assert drifted(SCRIPTS) == []
+
+
+def test_tokens_handle_signals_and_ends_as_the_others_do():
+    """Guards p3o_tokens.py's Run, which has no episodes: the rest of it is the others' text."""
+    runs = [definitions(SCRIPTS[name])["Run"] for name in ("pqn_abs.py", "p3o_tokens.py")]
+    methods = [definitions(textwrap.dedent(run.partition("\n\n")[2])) for run in runs]
+    for name in ("interrupt", "close"):
+        assert methods[0][name] == methods[1][name]
 
 
 def test_drift_is_seen():
