@@ -1,0 +1,111 @@
+"""The table, the figure and the correlations of this folder:  figure.py [RUNS]
+
+RUNS is a folder of finished runs by tools/suite.py. Their config.json and metrics.csv come here
+first, numbers with six digits.
+"""
+
+import csv
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import spearmanr
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tools import plot, report
+
+HERE = Path(__file__).parent
+ARMS = {"abs": "ABS", "L2048": "L = 2,048", "Lmean": "ABS's mean L"}
+OTHERS = {"constant": "ABS, constant rate", "ended": "L = 2,048, limits end"}
+GAMES = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5")
+
+
+def take(runs):
+    """Copy the finished runs into this folder."""
+    for source in sorted(Path(runs).glob("*__*__*/")):
+        run = plot.read_run(source)
+        if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
+            continue
+        target = HERE / source.name
+        target.mkdir(exist_ok=True)
+        shutil.copy(source / "config.json", target)
+        with open(source / "metrics.csv") as file, open(target / "metrics.csv", "w") as copy:
+            writer = csv.writer(copy, lineterminator="\n")
+            for row in csv.reader(file):
+                writer.writerow([f"{float(c):.6g}" if "." in c else c for c in row])
+
+
+def runs_of(arm, game):
+    return [plot.read_run(folder) for folder in sorted(HERE.glob(f"{arm}__{game}__*/"))]
+
+
+def print_scores():
+    """By game and arm: mean score, its 95% interval, mean L and gradient steps."""
+    print("| game | arm | runs | score (95% interval) | mean L | gradient steps |")
+    print("|---|---|---|---|---|---|")
+    for game in GAMES:
+        for arm, name in (ARMS | OTHERS).items():
+            runs = runs_of(arm, game)
+            if not runs:
+                continue
+            scores = np.array([[report.score(run, 0.2) for run in runs]])
+            value, low, high = report.estimate(report.mean, scores)
+            lengths = [run.columns[plot.STEP][-1] / len(run.columns[plot.STEP]) for run in runs]
+            updates = np.mean([report.updates(run) for run in runs])
+            interval = (
+                f"{value:,.0f} ({low:,.0f} to {high:,.0f})" if len(runs) > 1 else f"{value:,.0f}"
+            )
+            print(f"| {plot.title(game)} | {name} | {len(runs)} | {interval} ", end="")
+            print(f"| {np.mean(lengths):,.0f} | {updates:,.0f} |")
+
+
+def print_correlations():
+    """What the learning rate says of the KL: rank correlation, and R² of the logarithms."""
+    print("\n| game | arm | KL and learning rate | R² | KL and step, constant rate |")
+    print("|---|---|---|---|---|")
+    for game in GAMES:
+        for arm in ("abs", "L2048"):
+            found = []
+            for run in runs_of(arm, game):
+                kl, rate = run.columns[plot.KL], run.columns["charts/learning_rate"]
+                known = np.isfinite(kl)
+                r = np.corrcoef(np.log(kl[known]), np.log(rate[known]))[0, 1]
+                found.append((spearmanr(kl[known], rate[known])[0], r**2))
+            constant = []
+            for run in runs_of("constant", game) if arm == "abs" else []:
+                known = np.isfinite(run.columns[plot.KL])
+                constant.append(
+                    spearmanr(run.columns[plot.KL][known], run.columns[plot.STEP][known])[0]
+                )
+            if found:
+                rank, explained = np.mean(found, axis=0)
+                step = f"{np.mean(constant):.2f}" if constant else ""
+                print(
+                    f"| {plot.title(game)} | {ARMS[arm]} | {rank:.2f} | {explained:.2f} | {step} |"
+                )
+
+
+def draw():
+    """Return, KL and L of the arms that have the same seeds of all games."""
+    folders = []
+    for arm in ARMS:
+        folders += sorted(HERE.glob(f"{arm}__*/"))
+    labels = tuple(f"*/{arm}__*={name}" for arm, name in ARMS.items())
+    study = report.read_study(report.Args(runs=tuple(folders), label=labels))
+    panels = []
+    for column in (plot.RETURN, plot.KL, plot.LENGTH):
+        for place, game in enumerate(study.games):
+            found = {}
+            for arm in study.arms:
+                found[arm] = report.estimate(report.mean, study.curves(arm, column)[:, [place]])
+            panels.append((game, column, found))
+    report.draw(study, HERE / "figure.png", panels, columns=len(study.games))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        take(sys.argv[1])
+    print_scores()
+    print_correlations()
+    draw()

@@ -1,0 +1,25 @@
+"""ppo_abs_continuous.py as CleanRL has it: a time limit ends an episode, and no value follows it.
+
+python results/mujoco/truncation_as_end.py --env-id HalfCheetah-v5 --no-adapt-rollout
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+import ppo_abs_continuous as script
+
+gae = script.gae
+
+
+def gae_without_time_limits(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """gae, in which what was cut counts as terminated."""
+    ended = terminated | truncated
+    return gae(rewards, values, next_values, ended, truncated, gamma, gae_lambda)
+
+
+script.gae = gae_without_time_limits
+script.SCRIPT = Path(__file__).name
+
+if __name__ == "__main__":
+    script.launch()
