@@ -11,7 +11,8 @@ updates θ, and measures in a sample B_ref of the rollout's states how far the p
 by the KL divergence δ of two Gaussians. A volatile policy gets small batches, a stable one large:
 
     δ   = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) ),    s_i ~ B_ref
-    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
+    δ̄   = mean of the last 20 δ; L moves from the 10th δ on
+    α   = log(clip(δ̄, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
     L_adapt ← (1 - β) L_adapt + β L'
 
@@ -19,9 +20,10 @@ The numbers are those of ABS's own code; the paper has none. Two things differ: 
 nearest integer, not down to a multiple of 32, and there are never fewer than N_epochs epochs; that
 code has N_epochs until L first moves, and N_epochs · L // 2048 from then on.
 
-L is the batch: with --num-envs E, each environment makes L / E steps, rounded. All runs on the CPU.
-The lines that turn PPO into PPO with ABS are marked "ABS". For an environment or a network
-of your own, replace make_envs or ActorCritic.
+The usual PPO ends an episode where a time limit cuts it; here V of what followed stands in. L is
+the batch: with --num-envs E, each environment makes L / E steps, rounded. All runs on the CPU. The
+lines that turn PPO into PPO with ABS are marked "ABS". For an environment or a network of your own,
+replace make_envs or ActorCritic, which has .actor (the means) and .log_std.
 
 Installation of MuJoCo:          pip install "gymnasium[mujoco]"
 HalfCheetah on one core:         python ppo_abs_continuous.py --env-id HalfCheetah-v5
@@ -65,7 +67,7 @@ class Args:
     total_timesteps: int = 1_000_000  # [T_total] environment steps
     num_envs: int = 1  # [E] environments, one after the other; each makes L / E steps of a rollout
     learning_rate: float = 3e-4  # of Adam at the start
-    anneal_lr: bool = True  # the learning rate falls linearly to 0 at total_timesteps
+    anneal_lr: bool = True  # it falls linearly to 0 at total_timesteps, and the KL with it
     gamma: float = 0.99  # [γ] discount
     gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 Monte Carlo
     num_minibatches: int = 32  # mini-batches an epoch; their number is fixed, their size follows L
@@ -178,7 +180,7 @@ class RunningMoments:
 class Normalizer:
     """What learning sees of observations and rewards: scaled by running moments, clipped to ±10.
 
-    Of Gymnasium's own wrappers, NormalizeObservation refuses same-step autoreset, and
+    Of Gymnasium's own vector wrappers, NormalizeObservation refuses same-step autoreset, and
     NormalizeReward drops an episode's earlier rewards from the return of its terminal step.
     """
 
@@ -361,7 +363,7 @@ def main(args: Args) -> Path:
                 obs[t] = next_obs
                 means = network.actor(torch.from_numpy(next_obs)).numpy()
                 actions[t] = means + std * actions[t]
-                clipped = actions[t].clip(space.low, space.high)  # learning is of the draw
+                clipped = actions[t].clip(space.low, space.high)  # PPO learns from what was drawn
                 raw_obs, reward, terminated[t], truncated[t], info = envs.step(clipped)
                 over = terminated[t] | truncated[t]
                 following[t], next_obs = normalizer.observe_step(raw_obs, over, info)
@@ -428,7 +430,7 @@ def main(args: Args) -> Path:
             "global_step": global_step,
             "charts/updates": updates,
             "charts/learning_rate": learning_rate,
-            "abs/rollout_length": length,
+            "abs/rollout_length": batch_size,  # of all environments
             "abs/batch_size": batch_size,
             "abs/kl_divergence": kl,
             "losses/policy_loss": policy_loss.mean().item(),

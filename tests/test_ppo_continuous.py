@@ -372,8 +372,8 @@ def test_rollouts_and_epochs_follow_the_authors_rule(train, monkeypatch, num_env
     lengths, epochs = [], []
     for iteration in range(1, 2 * len(kls) + 1):
         steps = round(length / num_envs)
-        lengths.append(steps)
-        epochs.append(max(2, 2 * steps * num_envs // 12))
+        lengths.append(steps * num_envs)
+        epochs.append(max(2, 2 * lengths[-1] // 12))
         if iteration % 2 == 0:
             history.append(kls[iteration // 2 - 1])
         if iteration % 2 == 0 and len(history) >= 4:  # before, the author takes δ_max: L_min
@@ -382,11 +382,11 @@ def test_rollouts_and_epochs_follow_the_authors_rule(train, monkeypatch, num_env
             length = 0.7 * length + 0.3 * target
     arguments = {"rollout_min": 20, "rollout_max": 100, "beta": 0.3, "divergence_window": 6}
     arguments |= {"burn_in": 4, "update_epochs": 2, "base_steps": 12, "num_steps": 25}
-    total = num_envs * sum(lengths)
-    folder = train(ToyEnvs(num_envs), adapt_rollout=True, total_timesteps=total, **arguments)
+    arguments |= {"total_timesteps": sum(lengths)}
+    folder = train(ToyEnvs(num_envs), adapt_rollout=True, **arguments)
     assert column(folder / "metrics.csv", "abs/rollout_length", int) == lengths
     assert len(set(epochs)) > 2
-    assert lengths[:8] == [round(20 / num_envs)] * 8 and max(lengths) > 40 / num_envs
+    assert lengths[:8] == [num_envs * round(20 / num_envs)] * 8 and max(lengths) > 40
     assert column(folder / "metrics.csv", "charts/updates", int) == np.cumsum(epochs).tolist()
 
 
@@ -410,7 +410,7 @@ def test_pendulum_and_its_resume(train):
     train(None, **{**args, "resume": str(folder), "total_timesteps": 1800})
     table = rows(folder / "metrics.csv")
     assert [row["global_step"] for row in table] == ["450", "900", "1350", "1800"]
-    assert [row["abs/rollout_length"] for row in table] == ["225"] * 4
+    assert [row["abs/rollout_length"] for row in table] == ["450"] * 4
     episodes = rows(folder / "episodes.csv")
     assert [row["episodic_length"] for row in episodes] == ["200"] * 8
     assert all(-2000 < float(row["episodic_return"]) < 0 for row in episodes)
