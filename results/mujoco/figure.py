@@ -88,11 +88,12 @@ def print_correlations():
 
 def draw():
     """Return, KL and L of the arms that have the same seeds of all games."""
-    folders = []
-    for arm in ARMS:
-        folders += sorted(HERE.glob(f"{arm}__*/"))
-    labels = tuple(f"*/{arm}__*={name}" for arm, name in ARMS.items())
-    study = report.read_study(report.Args(runs=tuple(folders), label=labels))
+    folders, labels = [], []
+    for arm, name in ARMS.items():
+        if found := sorted(HERE.glob(f"{arm}__*/")):
+            folders += found
+            labels.append(f"*/{arm}__*={name}")
+    study = report.read_study(report.Args(runs=tuple(folders), label=tuple(labels)))
     panels = []
     for column in (plot.RETURN, plot.KL, plot.LENGTH):
         for place, game in enumerate(study.games):
