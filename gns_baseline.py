@@ -496,12 +496,9 @@ def check(args):
             if not low <= value <= high:  # as NaN is not, either
                 fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
     if args.resume is None:
-        try:
-            Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"--runs-dir {args.runs_dir}: {error.strerror}")
-        if run_folder(args).exists():
-            fail(f"{run_folder(args)} is there already: choose another --run-name, or --resume it")
+        folder = run_folder(args)
+        if os.path.exists(folder):
+            fail(f"{folder} is there already: choose another --run-name, or --resume it")
 
 
 def pick_device(args):
@@ -579,7 +576,10 @@ class Run:
         self.steps = np.zeros(args.num_envs, int)
         self.seconds = saved.get("seconds", 0.0)
         self.folder = run_folder(args)
-        self.folder.mkdir(exist_ok=bool(saved))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+        except OSError as error:
+            fail(f"{self.folder}: {error.strerror}; choose another --runs-dir or --run-name")
         config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
         config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -113,9 +113,9 @@ def test_a_name_that_is_taken_is_refused(train, refused, tmp_path):
 
 @pytest.mark.parametrize("runs_dir", ["file", "file/runs", "x" * 300])
 def test_a_runs_folder_that_cannot_be_made_is_refused(refused, tmp_path, runs_dir):
-    """Guards the minutes that games need to load: the folder is tried before."""
+    """Guards the user from a traceback, before the first step."""
     (tmp_path / "file").touch()
-    assert runs_dir in refused("--runs-dir", runs_dir)
+    assert runs_dir in refused("--runs-dir", runs_dir, "--num-envs", 2, *ON_A_CPU)
 
 
 # --- Weights & Biases ---
