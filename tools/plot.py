@@ -121,10 +121,13 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     for end, limit in limits:
         if limit is not None:
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
-            style = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 9}
+            style = {"textcoords": "offset points", "fontsize": 9}
             style |= {"xycoords": axis.get_yaxis_transform(), "color": "0.3"}
-            place, side = (0, "left") if end == "min" else (1, "right")
-            axis.annotate(f"${symbol}_\\{end}$ = {limit:g}", (place, limit), ha=side, **style)
+            if end == "min":
+                style |= {"xy": (0, limit), "xytext": (3, -3), "ha": "left", "va": "top"}
+            else:
+                style |= {"xy": (1, limit), "xytext": (-3, 3), "ha": "right"}
+            axis.annotate(f"${symbol}_\\{end}$ = {limit:g}", **style)
 
 
 def legend(figure: plt.Figure) -> None:

@@ -280,7 +280,8 @@ def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **opti
     """A panel is a title, what it shows, and by arm a curve and its interval, (3, POINTS)."""
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
-    options |= {"figsize": (8, 2.3 * lines + 0.7), "layout": "constrained", "squeeze": False}
+    size = (2.7 * max(3, columns), 2.3 * lines + 0.7)
+    options |= {"figsize": size, "layout": "constrained", "squeeze": False}
     figure, axes = plt.subplots(lines, columns, **options)
     runs = [run for cells in study.arms.values() for cell in cells for run in cell]
     steps = (np.arange(POINTS) + 0.5) * runs[0].args["total_timesteps"] / POINTS
