@@ -1,4 +1,4 @@
-"""The table, the figure and the correlations of this folder:  figure.py [RUNS]
+"""The tables and the figure of this folder:  figure.py [RUNS]
 
 RUNS is a folder of finished runs by tools/suite.py. Their config.json and metrics.csv come here
 first, numbers with six digits.
@@ -60,13 +60,15 @@ def print_scores():
             print(f"| {np.mean(lengths):,.0f} | {updates:,.0f} |")
 
 
-def print_correlations():
-    """Rank correlation of the KL with the steps left, R² of its logarithm and the rate's."""
-    print("\n| game | arm | KL and steps left | KL and learning rate, R² |")
-    print("|---|---|---|---|")
+def print_signals():
+    """KL and L at half-time and at the end, the KL's rank correlation with the steps left, and R²
+    of the logarithms of KL and learning rate."""
+    print("\n| game | arm | KL, half-time and end | L, half-time and end ", end="")
+    print("| KL and steps left | KL and learning rate, R² |")
+    print("|---|---|---|---|---|---|")
     for game in GAMES:
-        for arm in ("abs", "L2048", "constant"):
-            ranks, explained = [], []
+        for arm in ("abs", "constant", "L2048"):
+            kls, lengths, ranks, explained = [], [], [], []
             for run in runs_of(arm, game):
                 known = np.isfinite(run.columns[plot.KL])
                 kl = run.columns[plot.KL][known]
@@ -74,10 +76,15 @@ def print_correlations():
                 ranks.append(-spearmanr(kl, run.columns[plot.STEP][known])[0])
                 if run.args["anneal_lr"]:
                     explained.append(np.corrcoef(np.log(kl), np.log(rate))[0, 1] ** 2)
-            if ranks:
-                share = f"{np.mean(explained):.2f}" if explained else ""
-                name = (ARMS | OTHERS)[arm]
-                print(f"| {plot.title(game)} | {name} | {np.mean(ranks):.2f} | {share} |")
+                kls.append(report.curve(run, plot.KL)[[24, 49]])
+                lengths.append(report.curve(run, plot.LENGTH)[[24, 49]])
+            if not ranks:
+                continue
+            half, end = np.mean(kls, axis=0)
+            print(f"| {plot.title(game)} | {(ARMS | OTHERS)[arm]} | {half:.3f}, {end:.3f} ", end="")
+            half, end = np.mean(lengths, axis=0)
+            share = f"{np.mean(explained):.2f}" if explained else ""
+            print(f"| {half:,.0f}, {end:,.0f} | {np.mean(ranks):.2f} | {share} |")
 
 
 def draw():
@@ -102,7 +109,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         take(sys.argv[1])
     print_scores()
-    print_correlations()
+    print_signals()
     try:
         draw()
     except ValueError as error:  # seeds are missing
