@@ -203,6 +203,11 @@ def test_signals_plain_and_given_the_step(tmp_path):
     assert np.isnan(report.correlations(run, "v")).all()
 
 
+def test_a_signal_without_any_correlation_has_no_row(tmp_path):
+    make_arm(tmp_path / "runs", "abs", OURS, extra={report.KL: 0.02})
+    assert not (make_report(tmp_path) / "signals.csv").exists()
+
+
 def test_a_label_names_an_arm_and_sets_its_place(tmp_path):
     two_arms(tmp_path)
     make_arm(tmp_path / "runs", "open", OURS)

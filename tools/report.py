@@ -269,8 +269,10 @@ def signal_rows(study: Study) -> list[dict]:
     for arm, cells in study.arms.items():
         for signal in SIGNALS:
             if all(signal in run.columns for cell in cells for run in cell):
-                found = [[correlations(run, signal) for run in cell] for cell in cells]
-                plain, partial = estimate(mean, np.moveaxis(np.array(found), -1, 0)).T
+                found = np.array([[correlations(run, signal) for run in cell] for cell in cells])
+                if np.isnan(found).all():  # one is constant, or BD was not measured
+                    continue
+                plain, partial = estimate(mean, np.moveaxis(found, -1, 0)).T
                 row = {"arm": arm, "signal": signal} | interval("correlation", plain)
                 rows.append(row | interval("given_step", partial))
     return rows
