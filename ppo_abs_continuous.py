@@ -67,7 +67,7 @@ class Args:
     total_timesteps: int = 1_000_000  # [T_total] environment steps
     num_envs: int = 1  # [E] environments, one after the other; each makes L / E steps of a rollout
     learning_rate: float = 3e-4  # of Adam at the start
-    anneal_lr: bool = True  # the learning rate falls linearly to 0 at total_timesteps, the KL with it
+    anneal_lr: bool = True  # the learning rate falls linearly to 0, and the KL with it
     gamma: float = 0.99  # [γ] discount
     gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 Monte Carlo
     num_minibatches: int = 32  # mini-batches an epoch; their number is fixed, their size follows L
