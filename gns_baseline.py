@@ -147,7 +147,7 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly. Weights / 255 are fewer divisions than pixels / 255.
+        # bfloat16 holds 0 to 255 exactly. Dividing the weights by 255 is less work than the pixels.
         x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.float()
@@ -163,8 +163,7 @@ def make_envs(args: Args):
 
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
     max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames (under a limit shorter than a game,
-    ale-py 0.12's info["final_obs"] has a stale newest frame).
+    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
 
     Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
     episode ends, step() gives the next one's first observation, and the last observation of the
@@ -173,8 +172,9 @@ def make_envs(args: Args):
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
-    if spec is None or spec.entry_point != "ale_py.env:AtariEnv":
-        fail(f"--env-id {args.env_id} is no Atari game; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
+    is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # at random from 2 to 4
+        fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
     print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -195,8 +195,8 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
     G_t = r_t + γ (1 - terminated_t) [ λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a) ]
 
     next_values[t] is max_a Q(s_{t+1}, a) of the state that truly followed, in the same episode.
-    Where the rollout ends or a time limit cuts the episode (truncated) there is no G_{t+1}, and
-    this value stands in for it.
+    Where the rollout ends or a time limit cuts the episode (truncated), this value stands in for
+    G_{t+1}; where the episode terminated, it does not count.
     """
     returns = torch.empty_like(next_values)
     next_return = next_values[-1]
@@ -213,8 +213,6 @@ def behavioral_divergence(network, old_network, states) -> float:
     """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
-
-    Also known as policy churn (Schaul et al., The Phenomenon of Policy Churn, NeurIPS 2022).
     """
     changed = network(states).argmax(-1) != old_network(states).argmax(-1)
     return changed.float().mean().item()
@@ -260,9 +258,10 @@ def noise_scale(noise, signal):
 
 def noise_scale_batch(noise, signal, *, batch_min, batch_max) -> int:
     """B_new = clip(⌊N / S⌋, B_min, B_max), in samples; where S ≤ 0 it is B_max."""
-    if signal <= 0:
+    if not signal > 0:  # as NaN is not, either
         return batch_max
-    return math.floor(min(max(noise / signal, batch_min), batch_max))
+    batch_size = min(max(noise / signal, batch_min), batch_max)
+    return math.floor(batch_size)
 
 
 def measure_signals(args, q_network, old_network, autocast, obs, actions, returns) -> dict:
@@ -434,7 +433,7 @@ def main(args: Args) -> Path:
                     args, adaptive_length, divergence, noise_avg, signal_avg
                 )
 
-        # 4. Log and save.
+        # 4. Log and save. Losses are those of the last chunk.
         row = {
             "global_step": global_step,
             "charts/updates": updates,
@@ -540,7 +539,8 @@ def load_checkpoint(args, **modules):
     try:  # with weights_only=True, a file from a stranger runs no code
         path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**checkpoint["args"])
+        if checkpoint["args"].keys() != asdict(args).keys():
+            raise ValueError("it has other options")
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
         sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
@@ -596,8 +596,8 @@ class Run:
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        self.row_at = time.time()
-        self.saved_at = 0.0
+        self.row_at = time.perf_counter()
+        self.save_at = 0.0
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
             if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
@@ -620,7 +620,7 @@ class Run:
 
     def log(self, row):
         """Write, show and send an iteration's numbers, with its time and the mean score."""
-        now = time.time()
+        now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
@@ -641,9 +641,9 @@ class Run:
         """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
         for name, weights in state["network"].items():
             if not weights.isfinite().all():
-                fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
+                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
         self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
+        if not self.stopped and time.perf_counter() < self.save_at:
             return
         state["args"] = asdict(self.args)
         state["scores"] = list(self.scores)
@@ -656,7 +656,7 @@ class Run:
         except (OSError, RuntimeError) as error:
             (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
             fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
-        self.saved_at = time.time()
+        self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def close(self):
         self.progress.close()

@@ -68,7 +68,7 @@ class Args:
     supervised_updates: int = 1500  # imitation of the teacher before, with 64 answers each
     supervised_rate: float = 2e-3  # highest learning rate of its Adam, after a warm-up
     forget_share: float = 0.5  # share of the teacher's answers in which it forgets all carries
-    lag: int = 0  # answers are the policy's of so many updates ago
+    lag: int = 0  # updates by which the policy that answers is behind
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler only
     temperature: float = 1.3  # the sampler's with --behavior-noise temperature; the learner's is 1
     eval_frequency: int = 10  # iterations from one evaluation to the next
@@ -316,7 +316,7 @@ def main(args: Args) -> Path:
     network = CausalTransformer().to(DEVICE)
     if args.resume is None:
         imitate_teacher(network, args)
-    # The last policies, as a ring: one for each update that the sampler is behind, and the newest.
+    # The last policies, as a ring: the newest takes the oldest's place, the next oldest answers.
     policies = nn.ModuleList(copy.deepcopy(network) for _ in range(args.lag + 1))
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
     saved = load_checkpoint(args, network=network, policies=policies, optimizer=optimizer)
@@ -331,7 +331,7 @@ def main(args: Args) -> Path:
         # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
         seed = fresh_seed(args.seed, iteration)
         torch.manual_seed(seed)
-        num_problems = round(adaptive_length)
+        num_problems = round(adaptive_length)  # ABS: L
         batch_size = num_problems * args.group_size
         global_step += batch_size
 
@@ -365,15 +365,15 @@ def main(args: Args) -> Path:
         grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
         optimizer.step()
 
-        # 3. Adapt: measure how far the update moved the policy, and let the next batches follow.
+        # 3. ABS: measure how far the update moved the policy, and let the next batches follow.
         # B_ref is the batch, where log_pi is θ_old's. Its greedy tokens hardly ever change: so KL.
         divergence = None
         if iteration % args.adapt_frequency == 0:
             with torch.no_grad():
                 new_log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
-                divergence = kl_divergence(log_pi, new_log_pi).mean().item()  # ABS
+                divergence = kl_divergence(log_pi, new_log_pi).mean().item()
             if args.adapt_batch:
-                adaptive_length = rollout_length(  # ABS
+                adaptive_length = rollout_length(
                     divergence,
                     adaptive_length,
                     rollout_min=args.problems_min,
@@ -437,8 +437,8 @@ def check(args):
         (2, math.inf, "group_size"),
         (0, math.inf, "seed lag"),
         (0, 1, "forget_share beta"),
-        (1e-9, 1e9, "learning_rate clip_coef max_grad_norm temperature"),
-        (1e-9, 1e9, "supervised_rate checkpoint_every delta_max"),
+        (1e-9, 1, "learning_rate supervised_rate clip_coef"),
+        (1e-9, 1e9, "max_grad_norm temperature checkpoint_every delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),
     ]
     if args.adapt_batch:
@@ -474,7 +474,8 @@ def load_checkpoint(args, **modules):
     try:  # with weights_only=True, a file from a stranger runs no code
         path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**checkpoint["args"])
+        if checkpoint["args"].keys() != asdict(args).keys():
+            raise ValueError("it has other options")
         for name in ("global_step", "iteration", "metrics_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
         length = min(max(checkpoint["adaptive_length"], args.problems_min), args.problems_max)
@@ -515,8 +516,8 @@ class Run:
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        self.row_at = time.time()
-        self.saved_at = 0.0
+        self.row_at = time.perf_counter()
+        self.save_at = 0.0
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
             if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
@@ -529,7 +530,7 @@ class Run:
 
     def log(self, row):
         """Write, show and send an iteration's numbers, with its time."""
-        now = time.time()
+        now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
@@ -549,9 +550,9 @@ class Run:
         """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
         for name, weights in state["network"].items():
             if not weights.isfinite().all():
-                fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
+                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
         self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
+        if not self.stopped and time.perf_counter() < self.save_at:
             return
         state["args"] = asdict(self.args)
         state["seconds"] = self.seconds
@@ -562,7 +563,7 @@ class Run:
         except (OSError, RuntimeError) as error:
             (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
             fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
-        self.saved_at = time.time()
+        self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def close(self):
         self.progress.close()

@@ -8,18 +8,18 @@
 PPO [arXiv 1707.06347] learns a policy and its value from short rollouts: play L steps in E
 environments, learn from them in several epochs, start anew. Its objective is clipped where the
 policy has moved too far from the one that acted. ABS [arXiv 2605.21557] lets L follow the policy.
-In every K-th iteration it copies the network to θ_old, updates θ, and measures in a sample B_ref of
-the rollout's states how far the policy has moved: for PPO by the KL divergence δ. A volatile policy
+Every K-th iteration copies the network to θ_old before it updates θ, and then measures in a sample
+B_ref of its states how far the policy has moved: for PPO by the KL divergence δ. A volatile policy
 gets short rollouts and small batches, a stable one long rollouts and large batches:
 
     δ   = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    s_i ~ B_ref
     α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L',       batch |B| = E L_adapt
+    L_adapt ← (1 - β) L_adapt + β L',       L = round(L_adapt),       batch |B| = E L
 
 The Behavioural Divergence of pqn_abs.py, the share of states whose most likely action has changed,
-is logged beside it. The lines that turn PPO into PPO with ABS are marked "ABS". For an
-environment or a network of your own, replace make_envs or ActorCritic.
+is logged beside it. What turns PPO into PPO with ABS is marked "ABS". For an environment or a
+network of your own, replace make_envs or ActorCritic.
 
 One GPU or a laptop:             python ppo_abs.py --env-id BreakoutNoFrameskip-v4
 A first impression on a laptop:  python ppo_abs.py --adapt-frequency 3 --total-timesteps 300000
@@ -128,7 +128,7 @@ class ActorCritic(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly. Weights / 255 are fewer divisions than pixels / 255.
+        # bfloat16 holds 0 to 255 exactly. Dividing the weights by 255 is less work than the pixels.
         x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.float()
@@ -146,8 +146,7 @@ def make_envs(args: Args):
 
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
     max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames (under a limit shorter than a game,
-    ale-py 0.12's info["final_obs"] has a stale newest frame).
+    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
 
     Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
     episode ends, step() gives the next one's first observation, and the last observation of the
@@ -156,8 +155,9 @@ def make_envs(args: Args):
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
-    if spec is None or spec.entry_point != "ale_py.env:AtariEnv":
-        fail(f"--env-id {args.env_id} is no Atari game; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
+    is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # at random from 2 to 4
+        fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
     print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -237,8 +237,6 @@ def behavioral_divergence(network, old_network, states) -> float:
     """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
-
-    Also known as policy churn (Schaul et al., The Phenomenon of Policy Churn, NeurIPS 2022).
     """
     changed = network(states).argmax(-1) != old_network(states).argmax(-1)
     return changed.float().mean().item()
@@ -309,12 +307,12 @@ def main(args: Args) -> Path:
         iteration += 1
         # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
         torch.manual_seed(fresh_seed(args.seed, iteration))
-        length = round(adaptive_length)
+        length = round(adaptive_length)  # ABS: L
         batch_size = length * num_envs
         learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
         optimizer.param_groups[0]["lr"] = learning_rate
         # K counts iterations: the KL compares the policies before and after a K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0
+        measure = iteration % args.adapt_frequency == 0  # ABS
         if measure:
             old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
 
@@ -381,17 +379,18 @@ def main(args: Args) -> Path:
                 optimizer.step()
                 updates += 1
 
-        # 3. Adapt: measure how far the updates moved the policy, and let the next rollouts follow.
+        # 3. ABS: measure how far the updates moved the policy, and let the next rollouts follow.
         kl = divergence = None
         if measure:
             sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
-            policy, old_policy = policy_of(network), policy_of(old_network)
+            policy = policy_of(network)
+            old_policy = policy_of(old_network)
             with autocast:
-                kl = mean_kl_divergence(policy, old_policy, b_obs[sample])  # ABS
+                kl = mean_kl_divergence(policy, old_policy, b_obs[sample])
                 divergence = behavioral_divergence(policy, old_policy, b_obs[sample])
             divergences.append(kl)
             if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
-                adaptive_length = rollout_length(  # ABS
+                adaptive_length = rollout_length(
                     sum(divergences) / len(divergences),
                     adaptive_length,
                     rollout_min=args.rollout_min,
@@ -509,7 +508,8 @@ def load_checkpoint(args, **modules):
     try:  # with weights_only=True, a file from a stranger runs no code
         path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**checkpoint["args"])
+        if checkpoint["args"].keys() != asdict(args).keys():
+            raise ValueError("it has other options")
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
         sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
@@ -567,8 +567,8 @@ class Run:
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        self.row_at = time.time()
-        self.saved_at = 0.0
+        self.row_at = time.perf_counter()
+        self.save_at = 0.0
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
             if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
@@ -591,7 +591,7 @@ class Run:
 
     def log(self, row):
         """Write, show and send an iteration's numbers, with its time and the mean score."""
-        now = time.time()
+        now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
@@ -612,9 +612,9 @@ class Run:
         """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
         for name, weights in state["network"].items():
             if not weights.isfinite().all():
-                fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
+                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
         self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
+        if not self.stopped and time.perf_counter() < self.save_at:
             return
         state["args"] = asdict(self.args)
         state["scores"] = list(self.scores)
@@ -627,7 +627,7 @@ class Run:
         except (OSError, RuntimeError) as error:
             (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
             fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
-        self.saved_at = time.time()
+        self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def close(self):
         self.progress.close()

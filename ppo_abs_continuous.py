@@ -6,8 +6,8 @@
 """PPO with Adaptive Batch Scaling (ABS), for continuous actions (MuJoCo), in one file.
 
 PPO [arXiv 1707.06347] plays L steps, learns from them in several epochs, and starts anew. ABS
-[arXiv 2605.21557] lets L follow the policy. In every K-th iteration it copies the network to θ_old,
-updates θ, and measures in a sample B_ref of the rollout's states how far the policy has moved: here
+[arXiv 2605.21557] lets L follow the policy. Every K-th iteration copies the network to θ_old before
+it updates θ, and then measures in a sample B_ref of its states how far the policy has moved: here
 by the KL divergence δ of two Gaussians. A volatile policy gets small batches, a stable one large:
 
     δ   = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) ),    s_i ~ B_ref
@@ -16,14 +16,13 @@ by the KL divergence δ of two Gaussians. A volatile policy gets small batches, 
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
     L_adapt ← (1 - β) L_adapt + β L'
 
-The numbers are those of ABS's own code; the paper has none. Two things differ: L is rounded to the
-nearest integer, not down to a multiple of 32, and there are never fewer than N_epochs epochs; that
-code has N_epochs until L first moves, and N_epochs · L // 2048 from then on.
+L counts the steps of all E environments: each makes L / E, rounded. The numbers are those of ABS's
+own code; the paper has none. That code differs in four points: 5M steps; L is rounded down to a
+multiple of 32; once L has moved, epochs are N_epochs · L // 2048, even where fewer than N_epochs; a
+time limit ends an episode, as for CleanRL: here the value of the last observation stands in.
 
-The usual PPO ends an episode where a time limit cuts it; here V of what followed stands in. L is
-the batch: with --num-envs E, each environment makes L / E steps, rounded. All runs on the CPU. The
-lines that turn PPO into PPO with ABS are marked "ABS". For an environment or a network of your own,
-replace make_envs or ActorCritic, which has .actor (the means) and .log_std.
+What turns PPO into PPO with ABS is marked "ABS". It runs on the CPU. For your own environment or
+network, replace make_envs or ActorCritic, which has .actor (the means) and .log_std.
 
 Installation of MuJoCo:          pip install "gymnasium[mujoco]"
 HalfCheetah on one core:         python ppo_abs_continuous.py --env-id HalfCheetah-v5
@@ -341,18 +340,18 @@ def main(args: Args) -> Path:
         iteration += 1
         # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
         torch.manual_seed(fresh_seed(args.seed, iteration))
-        length = round(adaptive_length / num_envs)
+        length = round(adaptive_length / num_envs)  # ABS: L / E
         batch_size = length * num_envs
         learning_rate = args.learning_rate
         if args.anneal_lr:
             learning_rate *= 1 - global_step / args.total_timesteps
         optimizer.param_groups[0]["lr"] = learning_rate
         # K counts iterations: the KL compares the policies before and after a K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0
+        measure = iteration % args.adapt_frequency == 0  # ABS
         if measure:
             old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
 
-        # 1. Collect a rollout with actions drawn from π_θ; one row at a time, NumPy is faster.
+        # 1. Collect a rollout with actions drawn from π_θ, in NumPy: rows are written faster.
         obs, following = np.zeros((2, length, *next_obs.shape), np.float32)
         actions = torch.randn((length, num_envs, *space.shape)).numpy()  # standard normal as yet
         rewards = np.zeros((length, num_envs), np.float32)
@@ -407,14 +406,14 @@ def main(args: Args) -> Path:
                 optimizer.step()
                 updates += 1
 
-        # 3. Adapt: measure how far the updates moved the policy, and let the next rollouts follow.
+        # 3. ABS: measure how far the updates moved the policy, and let the next rollouts follow.
         kl = None
         if measure:
             sample = torch.randperm(batch_size)[: args.reference_states]  # B_ref
-            kl = policy_divergence(network, old_network, b_obs[sample])  # ABS
+            kl = policy_divergence(network, old_network, b_obs[sample])
             divergences.append(kl)
             if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
-                adaptive_length = rollout_length(  # ABS
+                adaptive_length = rollout_length(
                     sum(divergences) / len(divergences),
                     adaptive_length,
                     rollout_min=args.rollout_min,
@@ -517,7 +516,8 @@ def load_checkpoint(args, **modules):
     try:  # with weights_only=True, a file from a stranger runs no code
         path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**checkpoint["args"])
+        if checkpoint["args"].keys() != asdict(args).keys():
+            raise ValueError("it has other options")
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
         sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
@@ -573,8 +573,8 @@ class Run:
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        self.row_at = time.time()
-        self.saved_at = 0.0
+        self.row_at = time.perf_counter()
+        self.save_at = 0.0
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
             if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
@@ -597,7 +597,7 @@ class Run:
 
     def log(self, row):
         """Write, show and send an iteration's numbers, with its time and the mean score."""
-        now = time.time()
+        now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
@@ -618,9 +618,9 @@ class Run:
         """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
         for name, weights in state["network"].items():
             if not weights.isfinite().all():
-                fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
+                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
         self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
+        if not self.stopped and time.perf_counter() < self.save_at:
             return
         state["args"] = asdict(self.args)
         state["scores"] = list(self.scores)
@@ -633,7 +633,7 @@ class Run:
         except (OSError, RuntimeError) as error:
             (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
             fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
-        self.saved_at = time.time()
+        self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def close(self):
         self.progress.close()

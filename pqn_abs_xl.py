@@ -14,9 +14,8 @@ The network is a wider CNN and a multi-skip residual MLP [SG: arXiv 2506.15544] 
     x_{k+1} = x_k + f_k(x_k) + x_0,      hence      x_n = (n + 1) x_0 + Σ_k f_k(x_k)
 
 x_0, the first layer's output, is added after every block: a direct path for the gradient, however
-deep the stack. The paper does not say how PQN-L and PQN-XL differ. In its author's code they have 5
-and 10 blocks, --size l and xl here, where the blocks and the head are built as in [SG]; --size s is
-the network of pqn_abs.py.
+deep the stack. PQN-L and PQN-XL, --size l and xl, have 5 and 10 blocks, as in the code of the
+paper's author, and --size s is the network of pqn_abs.py.
 
 Each process has two vectors of E/2 environments: while the emulators of one play, the network acts
 for the other. It is meant for a GPU; on a CPU alone both share the cores. Several processes,
@@ -167,7 +166,7 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly. Weights / 255 are fewer divisions than pixels / 255.
+        # bfloat16 holds 0 to 255 exactly. Dividing the weights by 255 is less work than the pixels.
         x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.float()
@@ -187,8 +186,7 @@ def make_envs(args: Args):
 
     Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
     max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames (under a limit shorter than a game,
-    ale-py 0.12's info["final_obs"] has a stale newest frame).
+    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
 
     Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
     episode ends, step() gives the next one's first observation, and the last observation of the
@@ -197,8 +195,9 @@ def make_envs(args: Args):
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
-    if spec is None or spec.entry_point != "ale_py.env:AtariEnv":
-        fail(f"--env-id {args.env_id} is no Atari game; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
+    is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # at random from 2 to 4
+        fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
     print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -260,8 +259,8 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
     G_t = r_t + γ (1 - terminated_t) [ λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a) ]
 
     next_values[t] is max_a Q(s_{t+1}, a) of the state that truly followed, in the same episode.
-    Where the rollout ends or a time limit cuts the episode (truncated) there is no G_{t+1}, and
-    this value stands in for it.
+    Where the rollout ends or a time limit cuts the episode (truncated), this value stands in for
+    G_{t+1}; where the episode terminated, it does not count.
     """
     returns = torch.empty_like(next_values)
     next_return = next_values[-1]
@@ -278,8 +277,6 @@ def behavioral_divergence(network, old_network, states) -> float:
     """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
-
-    Also known as policy churn (Schaul et al., The Phenomenon of Policy Churn, NeurIPS 2022).
     """
     changed = network(states).argmax(-1) != old_network(states).argmax(-1)
     return changed.float().mean().item()
@@ -308,11 +305,7 @@ def rollout_length(
 def average(tensor):
     """The mean over all processes, in place."""
     if WORLD_SIZE > 1:
-        try:
-            dist.all_reduce(tensor)
-        except RuntimeError as error:  # from gloo; with NCCL, torchrun ends what waits
-            reason = str(error).partition("\n")[0]
-            fail(f"another process is gone, so this one ends; --resume goes on ({reason})", 1)
+        together(dist.all_reduce, tensor)
         tensor /= WORLD_SIZE
     return tensor
 
@@ -357,10 +350,10 @@ def main(args: Args) -> Path | None:
         iteration += 1
         # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
         torch.manual_seed(fresh_seed(args.seed, iteration * WORLD_SIZE + RANK))
-        length = round(adaptive_length)
+        length = round(adaptive_length)  # ABS: L
         batch_size = length * num_envs
         # K counts iterations: BD compares the policies before and after every K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0
+        measure = iteration % args.adapt_frequency == 0  # ABS
         if measure:
             old_network.load_state_dict(q_network.state_dict())  # ABS: θ_old ← θ
 
@@ -425,16 +418,16 @@ def main(args: Args) -> Path | None:
                 optimizer.step()
                 updates += 1
 
-        # 3. Adapt: measure how far the updates moved the policy, and let the next rollouts follow.
+        # 3. ABS: measure how far the updates moved the policy, and let the next rollouts follow.
         divergence = None
         if measure:
             sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
             with autocast:
-                divergence = behavioral_divergence(q_network, old_network, b_obs[sample])  # ABS
+                divergence = behavioral_divergence(q_network, old_network, b_obs[sample])
             divergence = average(torch.tensor(divergence, device=device)).item()
             divergences.append(divergence)
             if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
-                adaptive_length = rollout_length(  # ABS
+                adaptive_length = rollout_length(
                     sum(divergences) / len(divergences),
                     adaptive_length,
                     rollout_min=args.rollout_min,
@@ -444,7 +437,7 @@ def main(args: Args) -> Path | None:
                     beta=args.beta,
                 )
 
-        # 4. Log and save.
+        # 4. Log and save. Losses are those of the last chunk.
         row = {
             "global_step": global_step,
             "charts/updates": updates,
@@ -539,6 +532,8 @@ def join_processes(args):
     if WORLD_SIZE == 1:
         return pick_device(args)
     if args.device in ("auto", "cuda") and torch.cuda.is_available():  # each takes a GPU
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+            fail(f"--nproc-per-node: there are {torch.cuda.device_count()} GPUs, a process each")
         args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     device, bfloat16 = pick_device(args)
     if device.type == "cuda":
@@ -554,8 +549,16 @@ def load_together(args, **modules):
         fail(f"--resume {args.resume}: start {saved['world_size']} processes, as before")
     if WORLD_SIZE > 1:
         for tensor in modules["network"].state_dict().values():
-            dist.broadcast(tensor, 0)
+            together(dist.broadcast, tensor, 0)
     return saved
+
+
+def together(operation, *values):
+    """An operation of all processes. Where one is gone, the others end with a line."""
+    try:
+        operation(*values)
+    except RuntimeError:  # from gloo; with NCCL, torchrun ends what waits
+        fail("another process is gone, so this one ends; --resume goes on from its checkpoint", 1)
 
 
 def fresh_seed(seed, iteration):
@@ -579,7 +582,8 @@ def load_checkpoint(args, **modules):
     try:  # with weights_only=True, a file from a stranger runs no code
         path = run_folder(args) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**checkpoint["args"])
+        if checkpoint["args"].keys() != asdict(args).keys():
+            raise ValueError("it has other options")
         for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
             checkpoint[name].bit_length()  # an error where it is no integer, and below no number
         sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
@@ -635,8 +639,8 @@ class Run:
         done = saved.get("global_step", 0)
         self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
         self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        self.row_at = time.time()
-        self.saved_at = 0.0
+        self.row_at = time.perf_counter()
+        self.save_at = 0.0
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
             if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
@@ -659,7 +663,7 @@ class Run:
 
     def log(self, row):
         """Write, show and send an iteration's numbers, with its time and the mean score."""
-        now = time.time()
+        now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
@@ -680,9 +684,9 @@ class Run:
         """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
         for name, weights in state["network"].items():
             if not weights.isfinite().all():
-                fail(f"{name} is not finite; {self.folder}/checkpoint.pt is from before", 1)
+                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
         self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.time() < self.saved_at + self.args.checkpoint_every:
+        if not self.stopped and time.perf_counter() < self.save_at:
             return
         state["args"] = asdict(self.args)
         state["scores"] = list(self.scores)
@@ -695,7 +699,7 @@ class Run:
         except (OSError, RuntimeError) as error:
             (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
             fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
-        self.saved_at = time.time()
+        self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def close(self):
         self.progress.close()
@@ -708,8 +712,8 @@ class Follower:
     def __init__(self):
         self.stopped = False
         self.folder = None
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            signal.signal(getattr(signal, name, signal.SIGTERM), signal.SIG_IGN)
 
     def leave_it(self, *values, **state):
         """The first process does it."""

@@ -7,12 +7,14 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
 
 import gymnasium
 import torch.nn as nn
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -32,7 +34,7 @@ class Args(pqn_abs.Args):
     end_e: float = 0.05  # [ε] share of random actions after exploration
     exploration_fraction: float = 0.5  # share of the steps in which ε goes from start to end
     adapt_frequency: int = 10  # [K] iterations from one measurement of BD to the next
-    precision: str = "float32"  # of all layers but the last: float32 or bfloat16
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"  # of all layers
 
 
 class QNetwork(nn.Module):
@@ -59,11 +61,13 @@ def make_envs(args: Args) -> SyncVectorEnv:
         return gymnasium.make(args.env_id)
 
     try:
-        space = make_env().action_space
-    except gymnasium.error.Error as error:
+        env = make_env()
+    except (gymnasium.error.Error, ImportError) as error:
         pqn_abs.fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
-    if not isinstance(space, gymnasium.spaces.Discrete):
-        pqn_abs.fail(f"--env-id {args.env_id}: Q-learning needs discrete actions, not {space}")
+    if not isinstance(env.action_space, Discrete):
+        pqn_abs.fail(f"--env-id {args.env_id}: Q-learning needs discrete actions")
+    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
+        pqn_abs.fail(f"--env-id {args.env_id}: the network needs observations (D,), a Box")
     return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 

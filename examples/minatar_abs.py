@@ -11,6 +11,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # MinAtar's imports would swallow Ctrl-C
@@ -38,7 +39,7 @@ class Args(pqn_abs.Args):
     num_minibatches: int = 16  # mini-batches an epoch; their number is fixed, their size follows L
     end_e: float = 0.05  # [ε] share of random actions after exploration
     adapt_frequency: int = 10  # [K] iterations from one measurement of BD to the next
-    precision: str = "float32"  # of all layers but the last: float32 or bfloat16
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"  # of all layers
 
 
 class QNetwork(nn.Module):

@@ -59,7 +59,7 @@ def test_noise_and_signal_are_their_equations():
 def test_batch_is_the_noise_scale_in_its_range():
     """Where S ≤ 0 noise drowns the signal: the largest batch, and no noise scale."""
     table = [(30.0, 0.099, 303), (1.0, 1.0, 100), (1e9, 1.0, 900), (1e308, 1e-308, 900)]
-    table += [(1.0, 0.0, 900), (1.0, -2.0, 900), (0.0, 0.0, 900)]
+    table += [(1.0, 0.0, 900), (1.0, -2.0, 900), (0.0, 0.0, 900), (math.nan, math.nan, 900)]
     for noise, signal, batch in table:
         assert noise_scale_batch(noise, signal, batch_min=100, batch_max=900) == batch
     assert noise_scale(30.0, 0.5) == 60

@@ -332,6 +332,16 @@ def test_a_checkpoint_with_wrong_contents_is_refused(refused, train, seams, name
     refused("--resume", folder, "--total-timesteps", 1000)
 
 
+def test_a_checkpoint_of_another_script_is_refused(refused, train, seams):
+    """Guards the tables: gns_baseline.py's network is the same, and its rows are others."""
+    folder = train(FakeEnvs(2), total_timesteps=1)
+    checkpoint = load(folder)
+    checkpoint["args"].pop("base_steps")  # as pqn_abs.py's options are to gns_baseline.py
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    seams(FakeEnvs(2))
+    refused("--resume", folder, "--total-timesteps", 1000)
+
+
 def test_a_checkpoint_of_another_network_is_refused(refused, train, seams):
     """Guards checkpoints of another game or size: the shapes differ."""
     folder = train(FakeEnvs(2), total_timesteps=1)
@@ -399,7 +409,7 @@ def test_a_device_that_is_none_is_refused(refused, device):
     assert "--device" in refused("--device", device)
 
 
-@pytest.mark.parametrize("game", ["BreakoutNoFrameskip-v5", "Breakout", "", "CartPole-v1"])
+@pytest.mark.parametrize("game", ["BreakoutNoFrameskip-v5", "Breakout-v4", "", "CartPole-v1"])
 def test_a_game_that_is_none_is_refused(refused, game):
     """Guards --env-id, with a line that shows a game there is."""
     line = refused("--env-id", game)

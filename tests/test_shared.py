@@ -85,7 +85,7 @@ def test_drift_is_seen():
 
 # --- Shape: a tutorial is read line by line ---
 
-MOST_LINES = {"pqn_abs.py": 596, "pqn_abs_xl.py": 734, "gns_baseline.py": 680}  # others: 657
+MOST_LINES = {"pqn_abs.py": 596, "pqn_abs_xl.py": 738, "gns_baseline.py": 680}  # others: 657
 LIMITS = {
     "longest line": 100,
     "tokens a code line": 9.5,

@@ -316,6 +316,17 @@ def test_steps_count_all_processes_and_the_first_one_writes(pair):
     assert [path.name for path in folder.parent.glob("*/metrics.csv")] == ["metrics.csv"]
 
 
+def test_more_processes_than_gpus_are_refused(monkeypatch, capsys):
+    """Guards --nproc-per-node: the first process says it, before one waits for the others."""
+    monkeypatch.setattr(pqn_abs_xl, "WORLD_SIZE", 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit) as error:
+        pqn_abs_xl.main(pqn_abs_xl.Args())
+    assert error.value.code == 2 and "2 GPUs" in capsys.readouterr().err
+
+
 def wait_for_rows(folder, processes):
     table = folder / "run" / "metrics.csv"
     wait_for(lambda: table.exists() and len(rows(table)) > 1, processes[0])
@@ -342,15 +353,16 @@ def test_resuming_takes_as_many_processes(pair, capsys):
     assert capsys.readouterr().err
 
 
-def test_torchrun(tmp_path):
-    """The command of the README, ended by Ctrl-C: a saved run, and no process is killed."""
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_torchrun(tmp_path, signum):
+    """The command of the README, ended by Ctrl-C or with its terminal: a saved run."""
     (tmp_path / "process.py").write_text(PROCESS)
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command = [*torchrun, tmp_path / "process.py", tmp_path, 0.001, "--runs-dir", tmp_path]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     process = start(*command, *OPTIONS, env=path)
     wait_for_rows(tmp_path, [process])
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     process.communicate(timeout=60)
     steps = column(tmp_path / "run" / "metrics.csv", "global_step", int)
     assert load(tmp_path / "run")["global_step"] == steps[-1] == 256 * len(steps)
