@@ -71,6 +71,7 @@ def test_fixed_runs_have_no_limits(tmp_path):
         ("pqn_abs_xl.py", {}, "PQN with ABS"),
         ("p3o_abs.py", {"adapt_rollout": False}, "P3O, L = 32"),
         ("gns_baseline.py", {"delta_min": None, "delta_max": None}, "PQN with noise scale"),
+        ("gns_baseline.py", {"signal": "bd"}, "PQN with ABS"),
         ("ppo_abs_continuous.py", {}, "PPO with ABS"),
         ("minatar_abs.py", {}, "PQN with ABS"),
     ],

@@ -34,8 +34,8 @@ def test_pasted_loop_runs():
     """A policy that stops changing: L rises from 32 towards 64, once every 50 iterations."""
     names = {
         "policy": torch.nn.Linear(6, 3),
-        "learn": lambda policy: None,
-        "collect": lambda policy, length: torch.rand(4 * length, 6),
+        "learn": lambda policy, rollout: None,
+        "collect": lambda policy, length: {"observations": torch.rand(4 * length, 6)},
         "total_timesteps": 4 * (50 * 32 + 50 * 35 + 10),
     }
     exec("\n".join(BLOCKS), names)

@@ -35,6 +35,14 @@ def train(folder, example, *words):
     return folder
 
 
+@pytest.mark.parametrize("name", ["p3o_abs.py", "annealed.py", "truncation_as_end.py"])
+def test_scripts_are_found_wherever_they_are(name):
+    """Guards runs of the root's scripts and of results/'s, which change one of them."""
+    code = f"import watch; watch.load_script({name!r}).Args().total_timesteps"
+    done = python("-c", f"import sys; sys.path.append({str(ROOT / 'tools')!r}); {code}")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"

@@ -26,7 +26,7 @@ COLOURS = matplotlib.color_sequences["petroff10"]  # can be told apart with colo
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
 plt.rcParams.update({"axes.axisbelow": True, "grid.color": "0.92", "legend.frameon": False})
 
-# What config.json must hold, and of which type. gns_baseline.py has no thresholds.
+# What config.json must hold, and of which type. Early runs of gns_baseline.py had no thresholds.
 COUNTS = "seed total_timesteps num_steps rollout_min rollout_max update_epochs num_minibatches"
 TYPES = dict.fromkeys(COUNTS.split(), (int,)) | {"env_id": (str,), "adapt_rollout": (bool,)}
 TYPES |= dict.fromkeys(["delta_min", "delta_max"], (int, float, type(None)))
@@ -99,7 +99,8 @@ def read_run(folder: Path) -> Run:
         algorithm = "PQN"  # of gns_baseline.py and the examples, too
     arm = f"{algorithm}, L = {args['num_steps']}"
     if args["adapt_rollout"]:
-        arm = f"{algorithm} with {'noise scale' if args['script'] == 'gns_baseline' else 'ABS'}"
+        by_noise = args["script"] == "gns_baseline" and args.get("signal") != "bd"
+        arm = f"{algorithm} with {'noise scale' if by_noise else 'ABS'}"
     signal = KL if KL in columns else DIVERGENCE
     return Run(folder, args, columns, title(args["env_id"]), arm, signal)
 

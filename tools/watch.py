@@ -3,8 +3,8 @@
     python tools/watch.py runs/<run> --episodes 100             scores of 100 games, greedy actions
     python tools/watch.py runs/<run> --episodes 1 --video game.gif
 
-Game and network are those of the script that made the run: of this repository, its examples/ or
-its results/. Weights stay as they are, scores are not clipped. Where the run had --episodic-life,
+Game and network are those of the script that made the run, any of this repository but
+p3o_tokens.py. Weights stay as they are, scores are not clipped. Where the run had --episodic-life,
 games are whole all the same, and FIRE follows a lost life as in training. How many games each of
 the parallel environments plays is fixed beforehand: the first to end would be the short ones.
 
@@ -45,7 +45,9 @@ def load_script(name):
         if Path(name).name == name and (folder / name).is_file():
             sys.path[:0] = [str(folder), str(ROOT)]
             module = importlib.import_module(Path(name).stem)
-            return getattr(module, "pqn_abs", module)
+            for original in ("pqn_abs", "ppo_abs_continuous"):
+                module = getattr(module, original, module)
+            return module
     raise ValueError(f"there is no {name} in {ROOT.name}, examples or results")
 
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-import ppo_abs_continuous as script
+import ppo_abs_continuous
 
-gae = script.gae
+gae = ppo_abs_continuous.gae
 
 
 def gae_without_time_limits(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
@@ -18,8 +18,8 @@ def gae_without_time_limits(rewards, values, next_values, terminated, truncated,
     return gae(rewards, values, next_values, ended, truncated, gamma, gae_lambda)
 
 
-script.gae = gae_without_time_limits
-script.SCRIPT = Path(__file__).name
+ppo_abs_continuous.gae = gae_without_time_limits
+ppo_abs_continuous.SCRIPT = Path(__file__).name
 
 if __name__ == "__main__":
-    script.launch()
+    ppo_abs_continuous.launch()
