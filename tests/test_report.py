@@ -227,6 +227,16 @@ def test_a_game_without_logarithms_is_in_points(tmp_path):
     assert first["game"] == "Breakout" and first["change"] == pooled["change"] != second["change"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_games_below_zero_have_contrasts_and_no_relative_scores(tmp_path):
+    """Guards a report of Pong alone, whose scores can't be divided by one another."""
+    make_arm(tmp_path / "runs", "abs", {"pong": [-20.0, -19.0]})
+    make_arm(tmp_path / "runs", "fixed", {"pong": [-21.0, -20.0]}, **FIXED)
+    folder = make_report(tmp_path)
+    assert (folder / "headline.png").exists() and not (folder / "aggregate.csv").exists()
+    assert float(table(folder / "contrasts.csv")[0]["change"]) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     "other, options, says",
     [

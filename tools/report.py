@@ -326,13 +326,16 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     usable = level[:, 0] > 0
     returns, lengths, rows = {}, {}, []
     for arm in study.arms:
-        scores = study.scores[arm][usable] / level[usable]
-        curves = study.curves(arm, RETURN)[:, usable] / level[usable]
-        returns[arm] = estimate(interquartile_mean, curves)
         lengths[arm] = estimate(mean, study.curves(arm, LENGTH))
-        rows.append({"arm": arm} | interval("IQM", estimate(interquartile_mean, scores)))
-    title = f"Interquartile mean of {usable.sum()} games; 1 = score of {reference}"
-    panels = [(title, RETURN, returns), ("Mean rollout length", LENGTH, lengths)]
+        if usable.any():
+            scores = study.scores[arm][usable] / level[usable]
+            curves = study.curves(arm, RETURN)[:, usable] / level[usable]
+            returns[arm] = estimate(interquartile_mean, curves)
+            rows.append({"arm": arm} | interval("IQM", estimate(interquartile_mean, scores)))
+    panels = [("Mean rollout length", LENGTH, lengths)]
+    if returns:
+        title = f"Interquartile mean of {usable.sum()} games; 1 = score of {reference}"
+        panels.insert(0, (title, RETURN, returns))
     draw(study, out / "headline.png", panels, columns=1)
     return rows
 

@@ -6,38 +6,26 @@ A score is as PROTOCOL.md has it. L* has the largest mean over games of the mean
 schedule is ABS's L at each step, averaged over its runs in all games.
 """
 
-import csv
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tools import plot, report
+
 HERE = Path(__file__).parent
 STEPS = np.arange(0, 1_000_001, 5_000)
-
-
-def read(folder, *names):
-    """Columns of a run's metrics.csv, empty cells as NaN."""
-    with (folder / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    return [np.array([float(row[name] or "nan") for row in rows]) for name in names]
-
-
-def score(folder):
-    """Mean return over the last 20% of the steps, a row weighted by the steps up to it."""
-    step, score = read(folder, "global_step", "charts/episodic_return")
-    weights = np.diff(step, prepend=0)
-    late = step > 800_000
-    return np.average(score[late], weights=weights[late])
-
 
 scores = defaultdict(list)
 lengths = []
 for folder in sorted((HERE / "selection").glob("*__*__*/")):
     arm, game, _ = folder.name.split("__")
-    scores[arm, game].append(score(folder))
+    run = plot.read_run(folder)
+    scores[arm, game].append(report.score(run, window=0.2))
     if arm == "abs":
-        lengths.append(np.interp(STEPS, *read(folder, "global_step", "abs/rollout_length")))
+        lengths.append(np.interp(STEPS, run.columns[plot.STEP], run.columns[plot.LENGTH]))
 
 games = sorted({game for _, game in scores})
 log_means = {}
