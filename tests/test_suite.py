@@ -29,7 +29,7 @@ def stop(*received):
     stopped.append(received)
     print("got signal", len(stopped))
 if args["env_id"] != "stubborn":
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
 if args["env_id"] == "broken":
     print("fake.py: the game is broken", file=sys.stderr)
     sys.exit(3)
@@ -47,7 +47,7 @@ if not step:
     metrics.write("charts/SPS,global_step\\n")
 while step < args["total_timesteps"] and not stopped:
     if args["env_id"] == "stubborn":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(float(os.environ.get("PAUSE", 0)))
     step += 10
     metrics.write(f"1.5,{step}\\n")

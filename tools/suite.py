@@ -109,9 +109,9 @@ def play(folder, words) -> None:
         told = 0
         while process.poll() is None:
             time.sleep(0.1)
-            if len(signals) > told:
+            if len(signals) > told:  # background processes ignore SIGINT while they load
                 told += 1
-                process.send_signal(signal.SIGINT if told == 1 else signal.SIGKILL)
+                process.send_signal(signal.SIGTERM if told == 1 else signal.SIGKILL)
         ended = f"failed with status {process.returncode}, see {log.name}"
         if told or process.returncode == 0:
             ended = "interrupted"
