@@ -281,25 +281,46 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path):
     assert done.stderr.startswith("report.py: ")
 
 
+def plain_score(run):
+    """The step-weighted mean return over the last 20% of the steps, added up row by row."""
+    total, weights, before = 0.0, 0.0, 0.0
+    rows = table(run / "metrics.csv")
+    start = 0.8 * float(rows[-1]["global_step"])
+    for row in rows:
+        steps = float(row["global_step"]) - max(before, start)
+        before = float(row["global_step"])
+        if steps > 0:
+            total += steps * float(row["charts/episodic_return"])
+            weights += steps
+    return total / weights
+
+
 def test_the_pilot(tmp_path):
     """Old runs are read; one of its scores, added up row by row, and the published contrasts."""
     pilot, out = ROOT / "results" / "minatar_pilot", tmp_path / "report"
     report.main(report.Args((pilot,), out))
-    means = []
-    for seed in range(1, 6):
-        total, weights, before = 0.0, 0.0, 0.0
-        rows = table(pilot / f"asterix_abs_{seed}" / "metrics.csv")
-        start = 0.8 * float(rows[-1]["global_step"])
-        for row in rows:
-            steps = float(row["global_step"]) - max(before, start)
-            before = float(row["global_step"])
-            if steps > 0:
-                total += steps * float(row["charts/episodic_return"])
-                weights += steps
-        means.append(total / weights)
+    means = [plain_score(pilot / f"asterix_abs_{seed}") for seed in range(1, 6)]
     row = table(out / "scores.csv")[0]
     assert (row["arm"], row["game"]) == ("PQN with ABS", "Asterix")
     assert float(row["mean"]) == pytest.approx(np.mean(means), rel=1e-4)
     pooled = table(out / "contrasts.csv")[3::4]
     assert [round(float(row["change"]), 1) for row in pooled] == [5.9, 4.3, 5.6]
     assert [round(float(row["p"]), 3) for row in pooled] == [0.014, 0.082, 0.058]
+
+
+def test_the_verdict():
+    """README's four contrasts are the committed ones, and these follow from the study's rows."""
+    study = ROOT / "results" / "minatar_study"
+    logs = {}
+    for arm in "abcde":
+        runs = sorted((study / "confirmation").glob(f"{arm}__*"))
+        assert len(runs) == 60
+        logs[arm] = np.log([plain_score(run) for run in runs])
+    readme = (ROOT / "README.md").read_text()
+    contrasts = [row for row in table(study / "report" / "contrasts.csv") if row["p_holm"]]
+    for (first, second), row in zip(["ab", "ac", "de", "da"], contrasts, strict=True):
+        change = 100 * np.expm1(logs[first].mean() - logs[second].mean())
+        assert float(row["change"]) == pytest.approx(change, rel=1e-4)
+        change, low, high = [float(row[k]) for k in ("change", "change_low", "change_high")]
+        p = float(f"{float(row['p_holm']):.2g}")
+        assert f"| {change:+.1f}% ({low:.1f} to {high:.1f}) | {p} |" in readme
