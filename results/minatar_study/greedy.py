@@ -2,8 +2,8 @@
 
 python results/minatar_study/greedy.py
 
-greedy.txt has a line of tools/watch.py for each run: the mean score of 100 whole games. The second p
-is corrected for the four contrasts.
+greedy.txt has a line of tools/watch.py for each run: the mean score of 100 whole games. The second
+p is corrected for the four contrasts.
 """
 
 import sys
