@@ -125,7 +125,7 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
             style = {"textcoords": "offset points", "fontsize": 9}
             style |= {"xycoords": axis.get_yaxis_transform(), "color": "0.3"}
             if end == "min":
-                style |= {"xy": (0, limit), "xytext": (3, -3), "ha": "left", "va": "top"}
+                style |= {"xy": (0, limit), "xytext": (3, 3), "ha": "left"}
             else:
                 style |= {"xy": (1, limit), "xytext": (-3, 3), "ha": "right"}
             axis.annotate(f"${symbol}_\\{end}$ = {limit:g}", **style)
