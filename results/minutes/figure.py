@@ -12,13 +12,13 @@ PROGRAMS = {"ours": "pqn_abs.py", "pqn": "CleanRL, PQN", "ppo": "CleanRL, PPO"}
 TARGETS = (("breakout", 10), ("breakout", 20), ("pong", -10))
 
 
-def curve(program, game):
-    """Rows (minutes, global_step, score) of one run; none where it was not made."""
-    path = HERE / f"{program}_{game}.csv"
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return [[float(value) for value in row] for row in list(csv.reader(file))[1:]]
+def curves(program, game):
+    """Rows (minutes, global_step, score) of each run, in the order of seeds."""
+    runs = []
+    for path in sorted(HERE.glob(f"{program}_{game}_*.csv")):
+        with path.open() as file:
+            runs.append([[float(value) for value in row] for row in list(csv.reader(file))[1:]])
+    return runs
 
 
 print("| score | " + " | ".join(PROGRAMS.values()) + " |")
@@ -26,20 +26,23 @@ print("|---" * (1 + len(PROGRAMS)) + "|")
 for game, target in TARGETS:
     cells = []
     for program in PROGRAMS:
-        cell = "not run"
-        for minutes, step, score in curve(program, game):
-            cell = f"{score:.1f} after {minutes:.0f} minutes ({step / 1000:,.0f}k steps)"
-            if score >= target:
-                cell = f"**{minutes:.0f} minutes** ({step / 1000:,.0f}k steps)"
-                break
-        cells.append(cell)
+        results = []
+        for rows in curves(program, game):
+            result = f"{rows[-1][2]:.1f} after {rows[-1][0]:.0f} ({rows[-1][1] / 1000:,.0f}k steps)"
+            for minutes, step, score in rows:
+                if score >= target:
+                    result = f"**{minutes:.0f}** ({step / 1000:,.0f}k steps)"
+                    break
+            results.append(result)
+        cells.append(", ".join(results))
     print(f"| {game.title()} {target} | " + " | ".join(cells) + " |")
 
 figure, axes = plot.plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 for axis, game in zip(axes, ("breakout", "pong"), strict=True):
     for (program, name), colour in zip(PROGRAMS.items(), plot.COLOURS, strict=False):
-        rows = curve(program, game)
-        axis.plot([row[0] for row in rows], [row[2] for row in rows], color=colour, label=name)
+        for seed, rows in enumerate(curves(program, game)):
+            label = name if seed == 0 else None
+            axis.plot([row[0] for row in rows], [row[2] for row in rows], color=colour, label=label)
     axis.set(title=game.title(), xlabel="minutes on one core", ylabel="mean of the last 100 games")
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 figure.savefig(HERE / "figure.png", dpi=150)
