@@ -8,7 +8,6 @@ every half minute and a last one when the score is TARGET; then the command is s
 """
 
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -35,6 +34,6 @@ while process.poll() is None and (score is None or score < target):
         rows.append(f"{(written - start) / 60:.2f},{found[-1][0]},{score:.2f}")
         out.write_text("\n".join(rows) + "\n")
 if process.poll() is None:
-    process.send_signal(signal.SIGINT)
+    process.terminate()
 process.wait()
 print(out.stem, rows[-1])
