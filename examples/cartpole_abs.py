@@ -3,18 +3,14 @@
 OMP_NUM_THREADS=1 python examples/cartpole_abs.py
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
-
 import gymnasium
 import torch.nn as nn
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -64,17 +60,10 @@ def make_envs(args: Args) -> SyncVectorEnv:
         env = make_env()
     except (gymnasium.error.Error, ImportError) as error:
         pqn_abs.fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
-    if not isinstance(env.action_space, Discrete):
-        pqn_abs.fail(f"--env-id {args.env_id}: Q-learning needs discrete actions")
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         pqn_abs.fail(f"--env-id {args.env_id}: the network needs observations (D,), a Box")
     return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-pqn_abs.Args = Args
-pqn_abs.QNetwork = QNetwork
-pqn_abs.make_envs = make_envs
-pqn_abs.SCRIPT = Path(__file__).name
-
 if __name__ == "__main__":
-    pqn_abs.launch()
+    pqn_abs.launch(Args, make_envs=make_envs, QNetwork=QNetwork)

@@ -3,26 +3,27 @@
     OMP_NUM_THREADS=1 python examples/minatar_abs.py --env-id space_invaders
     OMP_NUM_THREADS=1 python examples/minatar_abs.py --env-id space_invaders --no-adapt-rollout
 
-make_envs, QNetwork and some defaults replace those of pqn_abs.py. It needs `pip install MinAtar`.
+It passes its own arguments, environments and network to pqn_abs.py's launch(). It needs MinAtar:
+`pip install MinAtar`.
 Networks as small as this one run faster on one thread than on two: run a seed on each core.
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # MinAtar's imports would swallow Ctrl-C
-
 import torch.nn as nn
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
-from minatar.gym import BaseEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import pqn_abs
+
+try:
+    from minatar.gym import BaseEnv
+except ImportError:
+    pqn_abs.fail("MinAtar is not installed: pip install MinAtar")
 
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 MAX_STEPS = 2501  # Freeway ends by itself after as many; the other games have no limit of their own
@@ -75,10 +76,5 @@ def make_envs(args: Args) -> SyncVectorEnv:
     return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-pqn_abs.Args = Args
-pqn_abs.QNetwork = QNetwork
-pqn_abs.make_envs = make_envs
-pqn_abs.SCRIPT = Path(__file__).name
-
 if __name__ == "__main__":
-    pqn_abs.launch()
+    pqn_abs.launch(Args, make_envs=make_envs, QNetwork=QNetwork)

@@ -1,0 +1,71 @@
+"""Keep what the scripts share the same text: copy it from the script that owns it into the others.
+
+    python tools/sync.py            # write the owners' text into the other scripts
+    python tools/sync.py --check    # write nothing; name what has drifted, and exit with status 1
+
+A function, class or constant that two scripts define under one name is shared. Its owner is the
+first script of SCRIPTS that defines it: edit it there.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = "pqn_abs pqn_abs_xl gns_baseline ppo_abs ppo_abs_continuous p3o_abs p3o_tokens"
+SCRIPTS = [f"{name}.py" for name in NAMES.split()]
+OWN = {"Args", "main", "check_args"}  # each script has its own
+EXCEPTIONS = {  # definitions that differ from those of the same name in other scripts
+    ("QNetwork", "pqn_abs_xl.py"),
+    ("make_envs", "ppo_abs_continuous.py"),
+    ("ActorCritic", "ppo_abs_continuous.py"),
+}
+
+
+def definitions(source: str) -> dict[str, tuple[int, int]]:
+    """First and last line, counted from 0 and excluded, of each top-level definition."""
+    places = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            places[node.name] = first - 1, node.end_lineno
+        elif isinstance(node, ast.Assign):
+            places[ast.unparse(node.targets[0])] = node.lineno - 1, node.end_lineno
+    return places
+
+
+def synchronise(sources: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The sources with their owners' text in them, and what had drifted, one line each."""
+    originals = {}
+    synced = {}
+    drifted = []
+    for script, source in sources.items():
+        lines = source.splitlines(keepends=True)
+        for name, (start, end) in reversed(definitions(source).items()):  # from the bottom up
+            if name in OWN or (name, script) in EXCEPTIONS:
+                continue
+            own = "".join(lines[start:end])
+            owner, text = originals.setdefault(name, (script, own))
+            if own != text:
+                lines[start:end] = [text]
+                drifted.append(f"{script}: {name} is not as in {owner}")
+        synced[script] = "".join(lines)
+    return synced, drifted
+
+
+def main(words: list[str]) -> int:
+    if words not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    synced, drifted = synchronise({script: (ROOT / script).read_text() for script in SCRIPTS})
+    for line in drifted:
+        print(line)
+    if words:
+        return int(bool(drifted))
+    for script, source in synced.items():
+        (ROOT / script).write_text(source)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
