@@ -1,49 +1,65 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,<2.14", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
+# dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
 #     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
-"""PQN whose batch follows the gradient noise scale, on Atari, in one file: where signals compare.
+"""PQN whose batch follows the gradient noise scale (GNS), on Atari, in one file.
 
-PQN [arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a
-replay buffer nor a target network. The gradient noise scale [GNS: arXiv 1812.06162] is the batch
-size at which a gradient's noise is as large as the gradient. In every K-th iteration this script
-estimates noise N and signal S (see gradient_noise) from the gradients of m micro-batches of the
-rollout at θ_old, the network before the updates, and sets the batch to their ratio:
+This is the rival of Adaptive Batch Scaling [ABS: arXiv 2605.21557], and the script in which their
+signals can be compared. PQN [arXiv 2407.04811] is Q-learning with many environments in parallel,
+LayerNorm, and neither a replay buffer nor a target network. It plays L steps in E environments,
+learns from them, throws them away and starts again.
 
+The gradient noise scale [GNS: arXiv 1812.06162] is the batch size at which the noise in a gradient
+is as large as the gradient itself. Every K-th iteration keeps a copy θ_old of the network from
+before the update. It splits the rollout into m micro-batches of b samples each, and takes the
+gradient g_i of each at θ_old. From these it estimates the noise N and the signal S, averages both
+over time, and sets the batch to their ratio:
+
+    ḡ = (1/m) Σ_i g_i,     N = b/(m - 1) Σ_i ‖g_i - ḡ‖²,     S = ‖ḡ‖² - N / (m b)
     N_avg ← (1 - β) N_avg + β N,    S_avg ← (1 - β) S_avg + β S
-    B_new = clip(⌊N_avg / S_avg⌋, E L_min, E L_max),      L_adapt ← B_new / E
+    B_new = clip(⌊N_avg / S_avg⌋, E L_min, E L_max),      L = round(B_new / E)
 
-Where S_avg ≤ 0, noise drowns the signal, and the batch is the largest. The code of ABS's author
-differs: m = 8 contiguous slices of the rollout, measured after the update; no averages; S ≤ 0 gives
-the smallest batch; its learning rate anneals.
+If S_avg ≤ 0, the noise hides the signal, and the batch is the largest. The code of ABS's author
+differs in four points: it takes m = 8 contiguous slices of the rollout, after the update; it does
+not average; S ≤ 0 gives the smallest batch; and its learning rate falls (here: --anneal-lr).
 
-The same rows of metrics.csv have Behavioural Divergence (BD, see pqn_abs.py [ABS: 2605.21557]), the
-entropy of the greedy policy and the variance of the values. With --signal bd, BD drives L as in
-pqn_abs.py; with --no-adapt-rollout nothing does. All signals are measured all the same.
+The same iterations measure ABS's Behavioral Divergence (BD), which is the share of M states whose
+greedy action the update changed; the entropy of the greedy actions; and the variance of the values.
+All of them are logged, whichever drives L. With --signal bd, BD does, by ABS's rule:
 
-One GPU, the paper's settings:   python gns_baseline.py --env-id BreakoutNoFrameskip-v4
-Driven by BD:                    python gns_baseline.py --signal bd
-Plain PQN, L = 32 throughout:    python gns_baseline.py --no-adapt-rollout
-After Ctrl-C or a crash:         python gns_baseline.py --resume runs/...
+    δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ],    s_i ~ B_ref
+    α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
+    L_adapt ← (1 - β) L_adapt + β (L_max - α (L_max - L_min)),      L = round(L_adapt)
+
+One GPU, the paper's settings:
+    python gns_baseline.py --env-id BreakoutNoFrameskip-v4
+The same, but BD drives L:
+    python gns_baseline.py --signal bd
+Nothing drives L, and all signals are logged:
+    python gns_baseline.py --no-adapt-rollout
+Continue a run after Ctrl-C or a crash:
+    python gns_baseline.py --resume runs/...
 """
 
 import copy
-import csv
 import json
 import math
+import multiprocessing
 import os
+import platform
+import random
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: its idle threads soon free cores
 
 import ale_py
 import gymnasium
@@ -52,84 +68,96 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-import wandb
 from ale_py.vector_env import AtariVectorEnv
+from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from tqdm import tqdm
+
+try:
+    import fcntl  # for a lock on the run's folder
+except ImportError:  # on Windows
+    fcntl = None
 
 
 @dataclass
 class Args:
-    """PQN with the noise scale. Defaults are the paper's; in brackets, its symbols."""
+    """PQN with the gradient noise scale. Defaults are ABS's; symbols are in brackets."""
 
-    env_id: str = "BreakoutNoFrameskip-v4"  # ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5
+    env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the exploration and the environments
     total_timesteps: int = 20_000_000  # [T_total] environment steps, of 4 frames each
     num_envs: int = 128  # [E] environments in parallel
-    learning_rate: float = 2.5e-4  # of RAdam, constant
+    learning_rate: float = 2.5e-4  # learning rate of RAdam
+    anneal_lr: bool = False  # lower the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # [γ] discount
-    q_lambda: float = 0.65  # [λ] of the Q(λ) targets: 0 is one-step Q-learning, 1 Monte Carlo
-    num_minibatches: int = 4  # mini-batches an epoch; their number is fixed, their size follows L
+    q_lambda: float = 0.65  # [λ] of the Q(λ) targets: 0 is one-step Q-learning, 1 is Monte Carlo
+    num_minibatches: int = 4  # mini-batches per epoch
     update_epochs: int = 2  # [N_epochs] passes over each rollout
     max_grad_norm: float = 10.0  # gradients are clipped to this norm
     start_e: float = 1.0  # [ε] share of random actions at the start
     end_e: float = 0.001  # [ε] share of random actions after exploration
-    exploration_fraction: float = 0.10  # share of the steps in which ε goes from start to end
-    episodic_life: bool = False  # a lost life ends an episode, FIRE follows; on in ABS's own code
+    exploration_fraction: float = 0.10  # part of total_timesteps over which ε falls linearly
+    episodic_life: bool = False  # a lost life ends the learner's episode; the game goes on
 
-    signal: Literal["gns", "bd"] = "gns"  # what L follows: the noise scale, or BD as in pqn_abs.py
-    adapt_rollout: bool = True  # let L follow it; --no-adapt-rollout is plain PQN, L = num_steps
+    signal: Literal["gns", "bd"] = "gns"  # what drives L: the noise scale, or BD as in ABS
+    adapt_rollout: bool = True  # adapt L; --no-adapt-rollout is plain PQN with L = num_steps
     num_steps: int = 32  # [L] steps in each environment in the first rollout
     rollout_min: int = 16  # [L_min] shortest rollout
     rollout_max: int = 64  # [L_max] longest rollout
-    adapt_frequency: int = 50  # [K] iterations from one measurement of all signals to the next
-    micro_batches: int = 16  # [m] gradients of an estimate, in memory for 2m networks
-    delta_min: float = 0.05  # [δ_min] no effect with gns: BD at and below which a policy is stable
-    delta_max: float = 0.95  # [δ_max] no effect with gns: BD at and above which it is volatile
-    beta: float = 0.1  # [β] smoothing of N_avg and S_avg, with bd of L_adapt; from ABS's own code
-    reference_states: int = 2048  # [M] size of B_ref, at most the batch; from ABS's own code
-    divergence_window: int = 1  # no effect with gns: BDs whose mean L follows; ABS's own code: 20
-    burn_in: int = 0  # measurement with which L begins to move; ABS's own code: 10
-    scale_epochs: bool = False  # max(N_epochs, N_epochs · L // base_steps) passes, as in that code
-    base_steps: int = 32  # L above which --scale-epochs adds passes
+    adapt_frequency: int = 50  # [K] measure all signals in every K-th iteration
+    micro_batches: int = 16  # [m] gradients in an estimate; they take the memory of 2m networks
+    delta_min: float = 0.05  # [δ_min] with --signal bd: at this BD or less, L goes to L_max
+    delta_max: float = 0.95  # [δ_max] with --signal bd: at this BD or more, L goes to L_min
+    beta: float = 0.1  # [β] step size of N_avg and S_avg, and with --signal bd of L_adapt
+    reference_states: int = 2048  # [M] states in B_ref; not in the paper, from its author's code
+    scale_epochs: bool = False  # more epochs where L > 32: N_epochs * L // 32, as its author's
 
-    device: str = "auto"  # auto (CUDA where there is one, else the CPU), cpu, cuda:1, mps, ...
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of all layers but the last
-    runs_dir: str = "runs"  # where the run's folder is made
-    run_name: str | None = None  # its name; by default game, script, seed and time
-    checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
-    resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
-    track: bool = False  # send the metrics to Weights & Biases too (project: $WANDB_PROJECT)
-
-
-SIGNALS = """gns/noise gns/signal gns/noise_scale_raw gns/noise_scale
-    abs/behavioral_divergence abs/policy_entropy abs/value_variance""".split()
+    device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of all layers but the last; auto is bfloat16 where the hardware has it"""
+    runs_dir: str = "runs"  # the run's folder is created in here
+    run_name: str | None = None  # the folder's name; by default game, script, seed and time
+    checkpoint_every: float = 300.0  # seconds between checkpoints
+    resume: str | None = None  # continue the run in this folder; its arguments become the defaults
+    track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights, by default with the gain for ReLU, and zero biases."""
+    """Orthogonal weights and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-class ImageNorm(nn.LayerNorm):
-    """LayerNorm of images (N, C, H, W), made with [H, W, C]: as channels_last keeps them."""
+class PixelConv(nn.Conv2d):
+    """A convolution of pixels / 255. Dividing the weights is less work than dividing the pixels."""
 
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    def forward(self, pixels):
+        return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
+
+
+class ImageNorm(nn.LayerNorm):
+    """LayerNorm over channels, height and width of images (N, C, H, W); its shape is [H, W, C].
+
+    The network keeps images in memory in the order N, H, W, C ("channels last"), which makes it 1.3
+    times as fast on a CPU. So the two permutations copy nothing.
+    """
+
+    def forward(self, images):
+        return super().forward(images.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class QNetwork(nn.Module):
     """uint8 frames (N, 4, 84, 84) -> float32 Q-values (N, A): Nature CNN with LayerNorm [PQN].
 
-    LayerNorm after each layer keeps Q-learning stable without a target network.
+    LayerNorm after each layer keeps Q-learning stable without a target network. A network of your
+    own may return bfloat16 under autocast: main casts what it gets to float32.
     """
 
     def __init__(self, envs):
         super().__init__()
-        self.conv1 = layer_init(nn.Conv2d(4, 32, 8, stride=4))
         self.body = nn.Sequential(
+            layer_init(PixelConv(4, 32, 8, stride=4)),
             ImageNorm([20, 20, 32]),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
@@ -147,40 +175,42 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly. Dividing the weights by 255 is less work than the pixels.
-        x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
-        if not torch.is_autocast_enabled(x.device.type):
-            x = x.float()
-        x = F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, self.conv1.stride)
-        x = self.body(x)
-        # Atari's action gaps are under 1% of Q: in bfloat16 many actions would tie.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, casting to it at once makes the
+        # network 1.4 times as fast.
+        is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        x = self.body(frames.to(dtype, memory_format=torch.channels_last))
+        # On Atari, Q-values of two actions often differ by under 1%: in bfloat16 they would tie.
         with torch.autocast(x.device.type, enabled=False):
             return self.head(x.float())
 
 
 def make_envs(args: Args):
-    """args.num_envs copies of an Atari game, as Gymnasium's registry describes it, as one vector.
+    """A vector of args.num_envs copies of an Atari game.
 
-    Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
-    max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
+    Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
+    the last two of them are max-pooled. Rewards are score points. As usual for AtariVectorEnv, an
+    episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
 
-    Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
-    episode ends, step() gives the next one's first observation, and the last observation of the
-    ended one in info["final_obs"]. For --episodic-life it terminates at lost lives without a reset,
-    tells info["lives"], and has an attribute fire_action.
+    Your own make_envs may return any Gymnasium VectorEnv that has
+    - a Discrete action space,
+    - same-step autoreset: where an episode ends, step() returns the next one's first observation,
+      and info["final_obs"] holds the last observation of the one that ended.
+    Only --episodic-life needs more: a lost life is "terminated" but does not reset the game,
+    info["lives"] counts the lives, and fire_action is the action that goes on after a lost one.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
-    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # at random from 2 to 4
+    # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
         fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
-    print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
+    say(f"loading {args.num_envs} x {args.env_id}")  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
         args.num_envs,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
-        life_loss_info=args.episodic_life,  # a lost life is "terminated", and the game goes on
+        life_loss_info=args.episodic_life,
         reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
@@ -189,14 +219,76 @@ def make_envs(args: Args):
     return envs
 
 
+def check_envs(args, envs):
+    """Refuse environments that main cannot train on."""
+    space = envs.single_action_space
+    if not isinstance(space, Discrete) or space.n < 2:
+        fail(f"--env-id {args.env_id}: needs a Discrete action space of 2 or more, not {space}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
+    if envs.num_envs != args.num_envs:
+        fail(f"make_envs returned {envs.num_envs} environments instead of {args.num_envs}")
+
+
+def check_scores(args, envs, scores):
+    """Refuse a network that does not return one score per environment and action."""
+    shape = (args.num_envs, envs.single_action_space.n)
+    if scores.shape != shape:
+        fail(f"the network must return scores of shape {shape}, not {tuple(scores.shape)}")
+
+
+def reset(args, envs, seed, device):
+    """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
+    sub_envs = getattr(envs.unwrapped, "envs", [])
+    for i, env in enumerate([envs, *sub_envs]):  # they may call their spaces' sample()
+        for name in ("action", "observation", "single_action", "single_observation"):
+            if hasattr(env, f"{name}_space"):
+                getattr(env, f"{name}_space").seed(seed + i)
+    obs, info = envs.reset(seed=seed)
+    if not isinstance(obs, np.ndarray):
+        fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
+    if args.episodic_life and "lives" not in info:
+        fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
+    lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
+    return torch.tensor(np.ascontiguousarray(obs), device=device), lives
+
+
+def step(envs, actions):
+    """Act in all environments; actions (E,) are int64 and count from 0. Returns
+
+    - next_obs: the next observations (E, ...), a tensor on the actions' device
+    - rewards, terminated, truncated: NumPy arrays (E,)
+    - last_obs: the last observations (n, ...) of the n truncated episodes, a tensor
+    - info: what else the environments say
+
+    All but info are copies, because environments may write into their arrays again.
+    """
+    first_action = envs.single_action_space.start
+    obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
+    next_obs = torch.tensor(np.ascontiguousarray(obs), device=actions.device)
+    if next_obs.is_floating_point() and not next_obs.isfinite().all():
+        fail("an environment returned an observation that is not finite", status=1)
+    terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
+    last_obs = next_obs[:0]  # empty, unless an episode is truncated
+    if truncated.any():
+        last_obs = np.stack(info["final_obs"][truncated])
+        last_obs = torch.tensor(last_obs, dtype=next_obs.dtype, device=actions.device)
+    return next_obs, np.array(rewards, float), terminated, truncated, last_obs, info
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """A line from start at step 0 to end at step duration, and end from there on."""
+    return start + min(step / max(duration, 1), 1) * (end - start)
+
+
 def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_lambda: float):
     """Peng's Q(λ) targets of a rollout, computed backwards [PQN]. All tensors are (L, E).
 
     G_t = r_t + γ (1 - terminated_t) [ λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a) ]
 
-    next_values[t] is max_a Q(s_{t+1}, a) of the state that truly followed, in the same episode.
-    Where the rollout ends or a time limit cuts the episode (truncated), this value stands in for
-    G_{t+1}; where the episode terminated, it does not count.
+    next_values[t] is max_a Q(s_{t+1}, a), where s_{t+1} belongs to the same episode as s_t. It also
+    stands in for G_{t+1} at the end of the rollout, and where a time limit truncated the episode.
+    Where the episode terminated it is ignored.
     """
     returns = torch.empty_like(next_values)
     next_return = next_values[-1]
@@ -213,22 +305,28 @@ def behavioral_divergence(network, old_network, states) -> float:
     """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
+
+    Raises ValueError unless network(states) has one score per action, (M, A) with A > 1: you may
+    have pasted this function where the network returns something else.
     """
-    changed = network(states).argmax(-1) != old_network(states).argmax(-1)
+    scores = network(states)
+    if scores.dim() != 2 or scores.shape[1] < 2:
+        raise ValueError(f"pass networks that return (M, A) scores, not {tuple(scores.shape)}")
+    changed = scores.argmax(1) != old_network(states).argmax(1)
     return changed.float().mean().item()
 
 
 def rollout_length(
     divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
 ) -> float:
-    """The next L_adapt, a real number of steps, from δ_π and the last L_adapt [ABS, Eq. 4].
+    """The next L_adapt, a real number of steps, from δ_π and the current L_adapt [ABS, Eq. 4].
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
-    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
+    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
+    never change L_adapt. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -239,43 +337,46 @@ def rollout_length(
 
 
 def gradient_noise(gradients, micro_batch_size):
-    """Noise and signal in m gradients (m, P), each the mean over b samples [GNS].
+    """Noise N and signal S of m gradients (m, P), each of them a mean over b samples [GNS].
 
-    ḡ = (1/m) Σ g_i
-    N = b · 1/(m - 1) · Σ ‖g_i - ḡ‖²          estimates tr Σ, the variance of a sample's gradient
-    S = ‖ḡ‖² - N / B,   B = m · b             estimates ‖E g‖²; on a single batch maybe negative
+    ḡ = (1/m) Σ_i g_i
+    N = b · 1/(m - 1) · Σ_i ‖g_i - ḡ‖²        estimates tr Σ, the variance of a sample's gradient
+    S = ‖ḡ‖² - N / (m b)                      estimates ‖E g‖²; from one batch it may be negative
     """
     batch_size = len(gradients) * micro_batch_size
     noise = micro_batch_size * gradients.var(dim=0).sum()
-    signal = gradients.mean(dim=0).square().sum() - noise / batch_size
-    return noise.item(), signal.item()
+    mean_square = gradients.mean(dim=0).square().sum()
+    return noise.item(), (mean_square - noise / batch_size).item()
 
 
 def noise_scale(noise, signal):
-    """B_simple = N / S, in samples; None where S ≤ 0, as noise drowns the signal."""
+    """B_simple = N / S, in samples; None if S ≤ 0."""
     return noise / signal if signal > 0 else None
 
 
-def noise_scale_batch(noise, signal, *, batch_min, batch_max) -> int:
-    """B_new = clip(⌊N / S⌋, B_min, B_max), in samples; where S ≤ 0 it is B_max."""
-    if not signal > 0:  # as NaN is not, either
+def noise_scale_batch(noise, signal, batch_min, batch_max) -> int:
+    """B_new = clip(⌊N / S⌋, B_min, B_max), in samples; B_max if S ≤ 0."""
+    if not signal > 0:  # NaN comes here, too
         return batch_max
-    batch_size = min(max(noise / signal, batch_min), batch_max)
-    return math.floor(batch_size)
+    return math.floor(min(max(noise / signal, batch_min), batch_max))
+
+
+SIGNALS = """gns/noise gns/signal gns/noise_scale_raw gns/noise_scale
+    abs/behavioral_divergence abs/policy_entropy abs/value_variance""".split()
 
 
 def measure_signals(args, q_network, old_network, autocast, obs, actions, returns) -> dict:
-    """What a rollout's transitions (B, ...) tell of both networks."""
+    """The signals of SIGNALS that a rollout's transitions (B, ...) and both networks give."""
     shuffled = torch.randperm(len(obs), device=obs.device)
-    reference = obs[shuffled[: args.reference_states]]
+    reference = obs[shuffled[: args.reference_states]]  # B_ref
     with torch.no_grad(), autocast:
         divergence = behavioral_divergence(q_network, old_network, reference)
-        greedy_actions = q_network(reference).argmax(-1)
-    shares = greedy_actions.bincount() / len(reference)
-    entropy = torch.special.entr(shares).sum()  # in nats
+        greedy_actions = q_network(reference).argmax(1)
+    shares = greedy_actions.bincount() / len(reference)  # of the actions, in these states
+    entropy = torch.special.entr(shares).sum()  # Σ -p log p, in nats
 
-    # Shuffled transitions count as independent. They are not, which makes N / S too small.
-    micro_batch_size = len(obs) // args.micro_batches  # the rest is left out
+    # GNS wants independent samples. Those of a rollout are not, even shuffled, so N / S is low.
+    micro_batch_size = len(obs) // args.micro_batches  # the remainder is left out
     parameters = [p for p in old_network.parameters() if p.requires_grad]
     gradients = []
     for micro_batch in shuffled.split(micro_batch_size)[: args.micro_batches]:
@@ -295,385 +396,430 @@ def measure_signals(args, q_network, old_network, autocast, obs, actions, return
     }
 
 
-def next_length(args, adaptive_length, divergence, noise_avg, signal_avg) -> float:
-    """The next L_adapt, by the signal of --signal."""
-    if args.signal == "bd":
-        return rollout_length(
-            divergence,
-            adaptive_length,
-            rollout_min=args.rollout_min,
-            rollout_max=args.rollout_max,
-            delta_min=args.delta_min,
-            delta_max=args.delta_max,
-            beta=args.beta,
-        )
-    batch_size = noise_scale_batch(
-        noise_avg,
-        signal_avg,
-        batch_min=args.num_envs * args.rollout_min,
-        batch_max=args.num_envs * args.rollout_max,
+def next_length(args, adaptive_length, signals, noise_avg, signal_avg, rollout_length) -> float:
+    """The next L_adapt, from the signal that --signal names."""
+    if args.signal == "gns":
+        batch_min, batch_max = args.num_envs * args.rollout_min, args.num_envs * args.rollout_max
+        return noise_scale_batch(noise_avg, signal_avg, batch_min, batch_max) / args.num_envs
+    return rollout_length(
+        signals["abs/behavioral_divergence"],
+        adaptive_length,
+        rollout_min=args.rollout_min,
+        rollout_max=args.rollout_max,
+        delta_min=args.delta_min,
+        delta_max=args.delta_max,
+        beta=args.beta,
     )
-    return batch_size / args.num_envs
 
 
-def main(args: Args) -> Path:
-    """Train; returns the run's folder."""
-    check(args)
+def pick_device(args):
+    """The device, and whether all layers but the last compute in bfloat16 there."""
+    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # PyTorch has many ways to say that there is no such device
+        fail(f"--device {name}: {error}")
+    bfloat16 = args.precision == "bfloat16"
+    if args.precision == "auto":  # only where the hardware multiplies bfloat16
+        cpu = torch.cpu.get_capabilities()
+        bfloat16 = device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+        if device.type == "cuda":
+            bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return device, bfloat16
+
+
+def seed_all(seed, iteration) -> int:
+    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
+
+
+def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length) -> Path:
+    """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
+    check_args(args)
+    folder = run_folder(args)
     device, bfloat16 = pick_device(args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    chunk_size = 512 if device.type == "cpu" else 10**6  # transitions in a pass (a CPU's cache)
-
-    torch.manual_seed(fresh_seed(args.seed, 0))
+    seed_all(args.seed, 0)
     envs = make_envs(args)
+    check_envs(args, envs)
     num_envs = args.num_envs
     num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs).to(device)
-    old_network = copy.deepcopy(q_network)  # θ_old, for BD
-    optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate, foreach=True)
-    saved = load_checkpoint(args, network=q_network, optimizer=optimizer)  # {} in a new run
+    q_network = QNetwork(envs).to(device).eval()  # networks with dropout act without it
+    old_network = copy.deepcopy(q_network)  # θ_old, filled in the loop
+    # The loop sets the learning rate. On a CPU, foreach=True makes a step 5 times as fast.
+    optimizer = torch.optim.RAdam(q_network.parameters(), foreach=True)
+    modules = {"network": q_network, "optimizer": optimizer, "rollout_length": rollout_length}
+    saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # L_adapt
-    divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)
-    noise_avg = saved.get("noise_avg", 0.0)  # both start at 0: N_avg / S_avg is free of that bias
+    noise_avg = saved.get("noise_avg", 0.0)  # both start at 0, which cancels in N_avg / S_avg
     signal_avg = saved.get("signal_avg", 0.0)
+    seed = seed_all(args.seed, iteration)  # a resumed run starts new games
+    next_obs, lives = reset(args, envs, seed, device)
+    lost_life = np.zeros(num_envs, bool)  # for --episodic-life
+    check_scores(args, envs, q_network(next_obs))
+    with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
+        done = global_step >= args.total_timesteps
+        while not done:
+            iteration += 1
+            # Seed each iteration anew, so that a resumed run needs no saved generator states.
+            seed_all(args.seed, iteration)
+            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # L
+            batch_size = length * num_envs
+            is_measured = iteration % args.adapt_frequency == 0  # every K-th
+            if is_measured:
+                old_network.load_state_dict(q_network.state_dict())  # θ_old ← θ
+            optimizer.param_groups[0]["lr"] = args.learning_rate
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] *= 1 - global_step / args.total_timesteps
 
-    first_obs, info = envs.reset(seed=fresh_seed(args.seed, iteration))
-    next_obs = torch.from_numpy(first_obs).to(device)
-    lives = info.get("lives")  # for --episodic-life
-    lost_life = np.zeros(num_envs, bool)
-    check_seams(args, envs, info, q_network(next_obs))
-    run = Run(args, device, bfloat16, saved)
+            # 1. Collect L steps in each of the E environments, ε-greedily.
+            exploration_steps = args.exploration_fraction * args.total_timesteps
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            explore = torch.rand((length, num_envs), device=device) < epsilon
+            random_actions = torch.randint(num_actions, (length, num_envs), device=device)
+            obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
+            actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
+            rewards = torch.zeros((length, num_envs), device=device)
+            terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
+            truncated = torch.zeros_like(terminated)
+            values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), t = 0..L
+            last_values = torch.zeros_like(rewards)  # of the last states of truncated episodes
+            with torch.no_grad(), autocast:
+                for t in range(length):
+                    obs[t] = next_obs
+                    values[t], greedy_actions = q_network(next_obs).float().max(1)
+                    actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
+                    if lost_life.any():  # Breakout, for one, waits for FIRE
+                        actions[t, torch.tensor(lost_life)] = envs.fire_action
+                    next_obs, reward, terminal, timeout, last_obs, info = step(envs, actions[t])
+                    rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
+                    terminated[t] = torch.tensor(terminal)
+                    truncated[t] = torch.tensor(timeout)
+                    if timeout.any():
+                        last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
+                    if args.episodic_life:  # after the last life, info has the next game's lives
+                        lost_life = terminal & (info["lives"] < lives)
+                        lives = np.array(info["lives"])
+                    run.add_rewards(reward, (terminal | timeout) & ~lost_life)
+                    global_step += num_envs
+                values[length] = q_network(next_obs).float().amax(1)
 
-    while global_step < args.total_timesteps and not run.stopped:
-        iteration += 1
-        # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
-        torch.manual_seed(fresh_seed(args.seed, iteration))
-        length = round(adaptive_length)
-        batch_size = length * num_envs
-        # K counts iterations: BD compares the policies before and after every K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0
-        if measure:
-            old_network.load_state_dict(q_network.state_dict())  # θ_old ← θ
-
-        # 1. Collect L_adapt steps in each of the E environments, ε-greedily.
-        explored = min(global_step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
-        epsilon = args.start_e + explored * (args.end_e - args.start_e)
-        explore = torch.rand((length, num_envs), device=device) < epsilon
-        random_actions = torch.randint(num_actions, (length, num_envs), device=device)
-        obs = next_obs.new_zeros((length, *next_obs.shape))  # as they come: uint8 on Atari
-        actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
-        values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), up to t = L
-        final_values, rewards = torch.zeros((2, length, num_envs), device=device)
-        terminated, truncated = torch.zeros((2, length, num_envs), dtype=torch.bool, device=device)
-        with torch.no_grad(), autocast:
-            for t in range(length):
-                obs[t] = next_obs
-                values[t], greedy_actions = q_network(next_obs).float().max(-1)
-                actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-                if lost_life.any():
-                    actions[t, torch.from_numpy(lost_life)] = envs.fire_action
-                frames, reward, ended, cut, info = envs.step(actions[t].numpy(force=True))
-                next_obs = torch.from_numpy(frames).to(device)
-                rewards[t] = torch.from_numpy(np.sign(reward))
-                terminated[t] = torch.from_numpy(ended)
-                truncated[t] = torch.from_numpy(cut)
-                if cut.any():  # the target needs the cut episode's own last observation
-                    final_obs = np.stack(info["final_obs"][cut])
-                    final_q = q_network(torch.from_numpy(final_obs).to(device)).float()
-                    final_values[t, truncated[t]] = final_q.max(-1).values
-                if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
-                    lost_life = ended & (info["lives"] < lives)
-                    lives = info["lives"]
-                global_step += num_envs
-                run.count_episodes(global_step, reward, (ended | cut) & ~lost_life)
-            values[length] = q_network(next_obs).float().max(-1).values
-
-        # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-        next_values = torch.where(truncated, final_values, values[1:])
-        returns = lambda_returns(
-            rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
-        )
-        b_obs = obs.flatten(0, 1)
-        b_actions = actions.flatten()
-        b_returns = returns.flatten()
-        epochs = args.update_epochs
-        if args.scale_epochs:
-            epochs = max(epochs, epochs * length // args.base_steps)
-        for _ in range(epochs):
-            shuffled = torch.randperm(batch_size, device=device)
-            for minibatch in shuffled.tensor_split(args.num_minibatches):
-                optimizer.zero_grad()
-                for chunk in minibatch.tensor_split(math.ceil(len(minibatch) / chunk_size)):
-                    with autocast:
-                        q_values = q_network(b_obs.index_select(0, chunk)).float()
-                    q_taken = q_values.gather(1, b_actions[chunk, None]).squeeze(1)
-                    td_loss = F.mse_loss(q_taken, b_returns[chunk])
-                    loss = td_loss * len(chunk) / len(minibatch)
-                    loss.backward()  # the chunks' gradients add up
-                grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
-                optimizer.step()
-                updates += 1
-
-        # 3. Adapt: measure all signals, and let one of them set the length of the next rollouts.
-        signals = dict.fromkeys(SIGNALS)  # empty cells
-        if measure:
-            signals |= measure_signals(
-                args, q_network, old_network, autocast, b_obs, b_actions, b_returns
+            # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
+            # (Where an episode was truncated, values[t + 1] is of the next episode's first state.)
+            next_values = torch.where(truncated, last_values, values[1:])
+            returns = lambda_returns(
+                rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
             )
-            noise_avg += args.beta * (signals["gns/noise"] - noise_avg)
-            signal_avg += args.beta * (signals["gns/signal"] - signal_avg)
-            divergences.append(signals["abs/behavioral_divergence"])
-            signals["gns/noise_scale"] = noise_scale(noise_avg, signal_avg)
-            signals["abs/value_variance"] = values[:length].var(correction=0).item()
-            if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
-                divergence = sum(divergences) / len(divergences)
+            b_obs = obs.flatten(0, 1)
+            b_actions = actions.flatten()
+            b_returns = returns.flatten()
+            epochs = args.update_epochs
+            if args.scale_epochs:
+                epochs = max(epochs, epochs * length // 32)
+            # Gradients of chunks add up. 512 transitions fit a CPU's cache: 1.2 times as fast.
+            chunk_size = 512 if device.type == "cpu" else batch_size
+            q_network.train()
+            for _ in range(epochs):
+                shuffled = torch.randperm(batch_size, device=device)
+                for minibatch in shuffled.tensor_split(args.num_minibatches):
+                    optimizer.zero_grad()
+                    td_loss = 0.0
+                    for chunk in minibatch.split(chunk_size):
+                        with autocast:
+                            q_values = q_network(b_obs[chunk]).float()
+                        q_taken = q_values.gather(1, b_actions[chunk, None]).squeeze(1)
+                        loss = (q_taken - b_returns[chunk]).square().sum() / len(minibatch)
+                        loss.backward()
+                        td_loss += loss.detach()
+                    grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    updates += 1
+            q_network.eval()
+
+            # 3. Measure all signals. One of them sets the length of the next rollouts.
+            signals = dict.fromkeys(SIGNALS)  # empty cells, where nothing is measured
+            if is_measured:
+                transitions = b_obs, b_actions, b_returns
+                signals |= measure_signals(args, q_network, old_network, autocast, *transitions)
+                signals["abs/value_variance"] = values[:length].var(correction=0).item()
+                noise_avg += args.beta * (signals["gns/noise"] - noise_avg)
+                signal_avg += args.beta * (signals["gns/signal"] - signal_avg)
+                signals["gns/noise_scale"] = noise_scale(noise_avg, signal_avg)
                 adaptive_length = next_length(
-                    args, adaptive_length, divergence, noise_avg, signal_avg
+                    args, adaptive_length, signals, noise_avg, signal_avg, rollout_length
                 )
 
-        # 4. Log and save. Losses are those of the last chunk.
-        row = {
-            "global_step": global_step,
-            "charts/updates": updates,
-            "charts/epsilon": epsilon,
-            "abs/rollout_length": length,
-            "abs/batch_size": batch_size,
-            "losses/td_loss": td_loss.item(),
-            "losses/q_values": q_taken.mean().item(),
-            "losses/grad_norm": grad_norm.item(),
-        }
-        run.log(row | signals)
-        run.save(
-            network=q_network.state_dict(),
-            optimizer=optimizer.state_dict(),
-            global_step=global_step,
-            iteration=iteration,
-            updates=updates,
-            adaptive_length=adaptive_length,
-            divergences=list(divergences),
-            noise_avg=noise_avg,
-            signal_avg=signal_avg,
-        )
-
-    envs.close()
-    run.close()
-    return run.folder
+            # 4. Log and save.
+            row = {
+                "global_step": global_step,
+                "charts/updates": updates,
+                "charts/epsilon": epsilon,
+                "abs/rollout_length": length,
+                "abs/batch_size": batch_size,
+                "losses/td_loss": td_loss.item(),  # of the last mini-batch
+                "losses/q_values": q_taken.mean().item(),  # of its last chunk
+                "losses/grad_norm": grad_norm.item(),
+            }
+            run.check_finite(q_network)
+            run.log(row | signals)
+            done = global_step >= args.total_timesteps or run.interrupted
+            if done or run.save_is_due():
+                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
+                averages = {"noise_avg": noise_avg, "signal_avg": signal_avg}
+                run.save(modules, adaptive_length=adaptive_length, **counters, **averages)
+    return folder
 
 
-# --- From here on: checks, files, signals, W&B. Nothing of it is about the algorithm. ---
+# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
-SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its own name here
+SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+
+
+def say(message):
+    """Print a line to stderr, above the progress bar."""
+    try:
+        tqdm.write(message, file=sys.stderr)
+    except OSError:  # a closed pipe or a full disk: training goes on
+        sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
-    tqdm.write(f"{SCRIPT}: {message}", file=sys.stderr)  # not into the progress bar
+    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
 
-def check(args):
-    """Refuse arguments that make no run, before any work starts."""
+def check_args(args):
+    """Refuse arguments that cannot work, before anything starts."""
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     limits = [
-        (1, math.inf, "total_timesteps num_envs update_epochs num_steps rollout_min"),
-        (1, math.inf, "adapt_frequency reference_states divergence_window base_steps"),
-        (0, math.inf, "seed burn_in"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every"),
-        (1e-9, 1, "beta"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),
+        (0, 2**63, "seed"),
+        (1, 10**15, "total_timesteps"),
+        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
         (2, args.num_envs * shortest, "micro_batches"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta"),
+        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
-            if not low <= value <= high:  # as NaN is not, either
-                fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    if args.resume is None:
-        folder = run_folder(args)
-        if os.path.exists(folder):
-            fail(f"{folder} is there already: choose another --run-name, or --resume it")
-
-
-def pick_device(args):
-    """The device, and whether the network's body works in bfloat16 there."""
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except Exception as error:  # PyTorch says it in several ways
-        fail(f"--device {name}: {str(error).splitlines()[0]}")
-    if args.precision != "auto":
-        return device, args.precision == "bfloat16"
-    if device.type == "cuda":  # emulated, it would be slower than float32
-        return device, torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu":
-        return device, False
-    cpu = torch.cpu.get_capabilities()
-    return device, bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-
-
-def fresh_seed(seed, iteration):
-    """30 bits that differ with the run's seed and the iteration."""
-    return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
+            if not low <= value <= high:  # NaN is refused, too
+                option = name.replace("_", "-")
+                shown = str(value)[:20]  # somebody may type 400 digits
+                fail(f"--{option} {shown}: it must be from {low} to {high}")
 
 
 def run_folder(args):
-    """Where the run's files are, or are going to be."""
+    """The folder of --resume, or that of a new run, which must not exist yet."""
     if args.resume is not None:
-        return Path(args.resume.removesuffix("checkpoint.pt"))
-    game = args.env_id.replace("/", "-")
-    name = f"{game}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
-    return Path(args.runs_dir, args.run_name or name)
+        return Path(args.resume)
+    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
+    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+        fail(f"{folder} exists already: choose another --run-name, or --resume it")
+    return folder
 
 
-def load_checkpoint(args, **modules):
-    """The checkpoint of --resume, {} without; modules get their weights or optimiser state."""
+def load_checkpoint(args, folder, modules):
+    """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["args"].keys() != asdict(args).keys():
-            raise ValueError("it has other options")
-        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
-            checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
-        length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
-        checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
-        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(checkpoint[name])
-    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
-        reason = str(error).partition("\n")[0]
-        fail(f"--resume {args.resume}: no checkpoint of this version of {SCRIPT} ({reason})")
-    return checkpoint
+            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
+                module.load_state_dict(saved[name])
+        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        for parameter, state in modules["optimizer"].state.items():
+            for name in state.keys() - {"step"}:
+                state[name] = torch.empty_like(parameter).copy_(state[name])
+    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+        fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
+    return saved
 
 
-def check_seams(args, envs, info, q_values):
-    """Do what make_envs and the network class return keep their promises?"""
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
-    if q_values.shape != (args.num_envs, envs.single_action_space.n):
-        fail("the network must give (num_envs, actions) Q-values for the first observations")
-    if args.episodic_life and "lives" not in info:
-        fail(f"--episodic-life: {args.env_id} does not tell lives; take --no-episodic-life")
+def provenance() -> dict:
+    """The versions of Python and the packages, and this file's git commit, if it has one."""
+    found = {"python": platform.python_version(), "commit": None}
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+        found[name] = getattr(sys.modules.get(name), "__version__", None)
+    # The whole commit, and "-dirty" if files were changed since.
+    git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
+    with suppress(OSError):  # git may not be installed
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["commit"] = done.stdout.strip() or None
+    return found
 
 
-class Run:
-    """A run's folder with its four files, the progress bar, W&B, and the signals that end it."""
+class Run(AbstractContextManager):
+    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
 
-    def __init__(self, args, device, bfloat16, saved):
+    def __init__(self, args, folder, device, bfloat16, saved):
         self.args = args
-        self.interrupted = self.stopped = False
+        self.folder = folder
+        self.interrupted = False  # by Ctrl-C, SIGTERM or SIGHUP
         self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
-        self.score = np.zeros(args.num_envs)  # of the episodes under way
-        self.steps = np.zeros(args.num_envs, int)
+        self.score = 0.0  # of the episodes in progress: (E,) after the first step
+        self.step = saved.get("global_step", 0)
         self.seconds = saved.get("seconds", 0.0)
-        self.folder = run_folder(args)
+        config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
+        config |= {"device": str(device), "bfloat16": bfloat16}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            folder.mkdir(parents=True, exist_ok=args.resume is not None)
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
         except OSError as error:
-            fail(f"{self.folder}: {error.strerror}; choose another --runs-dir or --run-name")
-        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
-        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
-        if saved:  # rows that came after the checkpoint are going to be written again
-            self.metrics.truncate(min(saved["metrics_size"], self.metrics.tell()))
-            self.episodes.truncate(min(saved["episodes_size"], self.episodes.tell()))
-        if self.episodes.tell() == 0:
-            self.episodes.write("global_step,episodic_return,episodic_length\n")
+            fail(error)
+        try:
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work on {folder}")
+        except (AttributeError, OSError):  # Windows, or a file system that has no locks
+            pass
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
+        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.wandb = None
+        self.wandb_id = saved.get("wandb_id")
         if args.track:
-            name = self.folder.name
-            wandb.init(name=name, id=name, resume="allow", config=config)
-        done = saved.get("global_step", 0)
-        self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
-        self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+            try:
+                import wandb
+
+                names = {"name": folder.resolve().name, "id": self.wandb_id}
+                self.wandb = wandb.init(**names, resume="allow", config=config)
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+            except Exception as error:  # no such package, no login, a forbidden name
+                if not saved:
+                    shutil.rmtree(folder)
+                fail(f"--track: {error}")
+        # With a delay, nothing is drawn here, where an error would still end the run.
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+            with suppress(AttributeError, OSError):
+                os.setpgid(worker.pid, 0)
+        self.handlers = {}  # those that __exit__ puts back
+        if threading.current_thread() is threading.main_thread():  # others may set none
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                    self.handlers[number] = signal.signal(number, self.interrupt)
+        self.shown = "no iteration was left to do"
         self.row_at = time.perf_counter()
-        self.save_at = 0.0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-            if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
-                signal.signal(signum, self.interrupt)
+        self.save_at = 0.0  # at the first iteration's end
 
-    def interrupt(self, signum, frame):
-        """Let the iteration finish; a second Ctrl-C ends at once."""
+    def interrupt(self, number, frame):
         self.interrupted = True
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
+        with suppress(OSError):
+            os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
-    def count_episodes(self, global_step, reward, ended):
-        """Add a step's rewards (E,) to the scores, and write those of the episodes that ended."""
-        self.score += reward
-        self.steps += 1
-        for score, steps in zip(self.score[ended], self.steps[ended], strict=True):
-            self.scores.append(float(score))
-            self.episodes.write(f"{global_step},{score},{steps}\n")
-        self.score[ended] = 0
-        self.steps[ended] = 0
+    def add_rewards(self, reward, game_over):
+        """Add a step's rewards (E,) to the scores; the mean of the last 100 is shown and logged."""
+        self.score = self.score + reward
+        self.scores.extend(self.score[game_over].tolist())
+        self.score[game_over] = 0
+
+    def check_finite(self, network):
+        """End the run, and keep its last checkpoint, if learning has failed."""
+        for name, weights in network.state_dict().items():
+            if not weights.isfinite().all():
+                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
 
     def log(self, row):
-        """Write, show and send an iteration's numbers, with its time and the mean score."""
+        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
         now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
         row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
         self.row_at = now
-        table = csv.DictWriter(self.metrics, row, lineterminator="\n")
         if self.metrics.tell() == 0:
-            table.writeheader()
-        table.writerow(row)
-        if self.args.track:
-            sent = {name: value for name, value in row.items() if value is not None}
-            wandb.log(sent, step=row["global_step"])
-        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
-        self.progress.set_postfix(shown, refresh=False)
-        self.progress.update(row["abs/batch_size"])
-
-    def save(self, **state):
-        """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
-        for name, weights in state["network"].items():
-            if not weights.isfinite().all():
-                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
-        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.perf_counter() < self.save_at:
-            return
-        state["args"] = asdict(self.args)
-        state["scores"] = list(self.scores)
-        state["seconds"] = self.seconds
-        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
-        state["episodes_size"] = self.episodes.seek(0, os.SEEK_END)
+            self.metrics.write(",".join(row) + "\n")
+        cells = ["" if value is None else str(value) for value in row.values()]
+        self.metrics.write(",".join(cells) + "\n")
+        if self.wandb:
+            self.wandb.log({name: value for name, value in row.items() if value is not None})
+        self.step = row["global_step"]
+        score = f"return {np.mean(self.scores):.4g}" if self.scores else "no episode yet"
+        self.shown = f"{score}, L {row['abs/rollout_length']}"
         try:
-            torch.save(state, self.folder / "checkpoint.tmp")
-            os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
-            fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
+            self.bar.set_postfix_str(self.shown, refresh=False)
+            self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
+        except OSError:  # stderr is a closed pipe or a full disk
+            self.bar.disable = True
+
+    def save_is_due(self):
+        return time.perf_counter() >= self.save_at
+
+    def save(self, modules, **state):
+        """Replace checkpoint.pt. Whenever the process is killed, there is a whole one."""
+        for name, module in modules.items():
+            if hasattr(module, "state_dict"):
+                state[name] = module.state_dict()
+        state |= {"scores": list(self.scores), "seconds": self.seconds}
+        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
+        torch.save(state, self.folder / "checkpoint.tmp")
+        os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
-    def close(self):
-        self.progress.close()
-        print(f"metrics and checkpoint: {self.folder}")
+    def __exit__(self, *error):
+        """Undo what __init__ did, also when training ends with an exception."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        with suppress(OSError):
+            self.metrics.close()
+        with suppress(OSError):
+            self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+            shutil.rmtree(self.folder)
+        elif error == (None, None, None):
+            verb = "stopped" if self.interrupted else "finished"
+            say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+                say(f"    python {command} {self.folder}")
 
 
-def launch():
-    """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # where it was closed
+def launch(Args=Args, **parts):
+    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+    args = tyro.cli(Args)
+    if args.resume is not None:
+        try:
+            config = json.loads(Path(args.resume, "config.json").read_text())
+            if config["script"] != SCRIPT:
+                fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
+            defaults = Args(**config["args"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
+        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:
-        args = tyro.cli(Args)
-        if args.resume is not None:
-            args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
-        main(args)
-    except (OSError, wandb.Error) as error:  # a full disk, a closed pipe, no account
-        fail(str(error).partition("\n")[0], 1)
+        main(args, **parts)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a bug; but PyTorch says in this way, too, that memory is short
+        fail(error, 1)
 
 
 if __name__ == "__main__":

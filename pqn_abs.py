@@ -16,24 +16,27 @@ Behavioral Divergence (BD) δ_π. A policy that changes a lot gets short rollout
 batches. A stable policy gets long rollouts and large batches:
 
     δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ],    s_i ~ B_ref
-    α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
+    α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)      0: stable, 1: volatile
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L',       L = round(L_adapt),       batch |B| = E L
+    L_adapt ← (1 - β) L_adapt + β L'                   smooths L; it starts at 32, with β = 0.1
+    L = round(L_adapt),    batch |B| = E L
 
 Each rollout is split into a fixed number of mini-batches. So a longer rollout means larger
-mini-batches, and fewer gradient steps per environment step. The comments mark with "ABS" every line
-that turns PQN into PQN with ABS.
+mini-batches, and fewer gradient steps per environment step. The main lines that only ABS needs are
+marked "ABS".
 
-One GPU, the paper's settings (without --env-id, the game is Breakout):
+One GPU, the paper's settings:
     python pqn_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop without a GPU, in about ten minutes (fewer environments, more gradient steps):
+A laptop without a GPU: fewer environments, more gradient steps, and one thread, because two would
+wait for each other whenever something else runs:
     OMP_NUM_THREADS=1 python pqn_abs.py --episodic-life --num-envs 32 --num-minibatches 16 \
         --adapt-frequency 10 --exploration-fraction 0.2 --end-e 0.01 --total-timesteps 500000
 Plain PQN, with L = 32 throughout:
     python pqn_abs.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python pqn_abs.py --resume runs/...
-Your own environment, network or schedule: examples/ passes them to launch().
+Your own environment, network or schedule: pass make_envs, QNetwork or rollout_length to launch(),
+as the files in examples/ do.
 """
 
 import copy
@@ -77,7 +80,7 @@ except ImportError:  # on Windows
 class Args:
     """PQN with Adaptive Batch Scaling. Defaults are the paper's; its symbols are in brackets."""
 
-    env_id: str = "BreakoutNoFrameskip-v4"  # ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5
+    env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the exploration and the environments
     total_timesteps: int = 20_000_000  # [T_total] environment steps, of 4 frames each
     num_envs: int = 128  # [E] environments in parallel
@@ -102,10 +105,11 @@ class Args:
     delta_max: float = 0.95  # [δ_max] at this BD or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L_adapt; not in the paper, from its author's code
     reference_states: int = 2048  # [M] states in B_ref; not in the paper, from its author's code
-    scale_epochs: bool = False  # N_epochs * L // 32 epochs where L > 32, as in the author's code
+    scale_epochs: bool = False  # more epochs where L > 32: N_epochs * L // 32, as its author's
 
     device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of all layers but the last
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of all layers but the last; auto is bfloat16 where the hardware has it"""
     runs_dir: str = "runs"  # the run's folder is created in here
     run_name: str | None = None  # the folder's name; by default game, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints
@@ -128,10 +132,10 @@ class PixelConv(nn.Conv2d):
 
 
 class ImageNorm(nn.LayerNorm):
-    """LayerNorm over channels, height and width of images (N, C, H, W); shape is [H, W, C].
+    """LayerNorm over channels, height and width of images (N, C, H, W); its shape is [H, W, C].
 
-    In memory the images are (N, H, W, C), "channels last", which makes the network 1.3 times as
-    fast on a CPU. In this order LayerNorm needs no copy.
+    The network keeps images in memory in the order N, H, W, C ("channels last"), which makes it 1.3
+    times as fast on a CPU. So the two permutations copy nothing.
     """
 
     def forward(self, images):
@@ -141,7 +145,8 @@ class ImageNorm(nn.LayerNorm):
 class QNetwork(nn.Module):
     """uint8 frames (N, 4, 84, 84) -> float32 Q-values (N, A): Nature CNN with LayerNorm [PQN].
 
-    LayerNorm after each layer keeps Q-learning stable without a target network.
+    LayerNorm after each layer keeps Q-learning stable without a target network. A network of your
+    own may return bfloat16 under autocast: main casts what it gets to float32.
     """
 
     def __init__(self, envs):
@@ -165,8 +170,8 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # Where autocast computes in bfloat16, casting bytes to it at once (they fit exactly) makes
-        # the network 1.4 times as fast as going through float32.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, casting to it at once makes the
+        # network 1.4 times as fast.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
@@ -179,19 +184,21 @@ def make_envs(args: Args):
     """A vector of args.num_envs copies of an Atari game.
 
     Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
-    the last two of them are max-pooled. Rewards are score points. An episode starts with FIRE and 0
-    to 28 no-ops, and is truncated after 108,000 emulator frames.
+    the last two of them are max-pooled. Rewards are score points. As usual for AtariVectorEnv, an
+    episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
 
-    Your own make_envs may return any Gymnasium VectorEnv with a Discrete action space and same-step
-    autoreset: where an episode ends, step() returns the first observation of the next episode, and
-    info["final_obs"] holds the last observation of the one that ended. With --episodic-life it
-    must also do what AtariVectorEnv does with life_loss_info: report a lost life as terminated
-    without resetting the game, give info["lives"], and have an attribute fire_action.
+    Your own make_envs may return any Gymnasium VectorEnv that has
+    - a Discrete action space,
+    - same-step autoreset: where an episode ends, step() returns the next one's first observation,
+      and info["final_obs"] holds the last observation of the one that ended.
+    Only --episodic-life needs more: a lost life is "terminated" but does not reset the game,
+    info["lives"] counts the lives, and fire_action is the action that goes on after a lost one.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
-    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # random frame skips
+    # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
         fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
     say(f"loading {args.num_envs} x {args.env_id}")  # about 0.2 s each
     envs = AtariVectorEnv(
@@ -227,35 +234,41 @@ def check_scores(args, envs, scores):
 
 def reset(args, envs, seed, device):
     """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
-    for i, env in enumerate([envs, *getattr(envs, "envs", [])]):
-        env.action_space.seed(seed + i)  # environments may call their spaces' sample()
-        env.observation_space.seed(seed + i)
+    sub_envs = getattr(envs.unwrapped, "envs", [])
+    for i, env in enumerate([envs, *sub_envs]):  # they may call their spaces' sample()
+        for name in ("action", "observation", "single_action", "single_observation"):
+            if hasattr(env, f"{name}_space"):
+                getattr(env, f"{name}_space").seed(seed + i)
     obs, info = envs.reset(seed=seed)
     if not isinstance(obs, np.ndarray):
         fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
     if args.episodic_life and "lives" not in info:
         fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
-    return torch.tensor(obs, device=device), np.array(info.get("lives"))
+    lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
+    return torch.tensor(np.ascontiguousarray(obs), device=device), lives
 
 
-def step(envs, actions, device):
-    """Act in all environments; actions (E,) are int64 and count from 0.
+def step(envs, actions):
+    """Act in all environments; actions (E,) are int64 and count from 0. Returns
 
-    Returns the next observations (E, ...) on the device; rewards, terminated and truncated, NumPy
-    arrays (E,); the last observations (n, ...) of the n truncated episodes, on the device; and
-    info. All but info are copies, because environments may write into their arrays again.
+    - next_obs: the next observations (E, ...), a tensor on the actions' device
+    - rewards, terminated, truncated: NumPy arrays (E,)
+    - last_obs: the last observations (n, ...) of the n truncated episodes, a tensor
+    - info: what else the environments say
+
+    All but info are copies, because environments may write into their arrays again.
     """
     first_action = envs.single_action_space.start
-    obs, reward, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
-    next_obs = torch.tensor(obs, device=device)
+    obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
+    next_obs = torch.tensor(np.ascontiguousarray(obs), device=actions.device)
     if next_obs.is_floating_point() and not next_obs.isfinite().all():
-        fail("an environment returned an observation that is not finite", 1)
-    truncated = np.array(truncated, bool)
-    last_obs = next_obs[:0]
+        fail("an environment returned an observation that is not finite", status=1)
+    terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
+    last_obs = next_obs[:0]  # empty, unless an episode is truncated
     if truncated.any():
         last_obs = np.stack(info["final_obs"][truncated])
-        last_obs = torch.tensor(last_obs, dtype=next_obs.dtype, device=device)
-    return next_obs, np.array(reward), np.array(terminated, bool), truncated, last_obs, info
+        last_obs = torch.tensor(last_obs, dtype=next_obs.dtype, device=actions.device)
+    return next_obs, np.array(rewards, float), terminated, truncated, last_obs, info
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -288,7 +301,8 @@ def behavioral_divergence(network, old_network, states) -> float:
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
 
-    Raises ValueError unless network(states) has one score per action: (M, A), with A > 1.
+    Raises ValueError unless network(states) has one score per action, (M, A) with A > 1: you may
+    have pasted this function where the network returns something else.
     """
     scores = network(states)
     if scores.dim() != 2 or scores.shape[1] < 2:
@@ -306,8 +320,8 @@ def rollout_length(
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls β "α" too. It cannot be the α of Eq. 4: a stable policy has α = 0, and its
-    rollouts would never grow. Raises ValueError if the limits are not positive and in order.
+    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
+    never change L_adapt. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -337,7 +351,7 @@ def pick_device(args):
 def seed_all(seed, iteration) -> int:
     """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
     number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
-    number = int(number) >> 2  # environment i gets number + i, which must stay below 2^31
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -355,19 +369,18 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     check_envs(args, envs)
     num_envs = args.num_envs
     num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs).to(device).eval()
-    old_network = copy.deepcopy(q_network)  # ABS: θ_old
+    q_network = QNetwork(envs).to(device).eval()  # networks with dropout act without it
+    old_network = copy.deepcopy(q_network)  # ABS: θ_old, filled in the loop
+    # The loop sets the learning rate. On a CPU, foreach=True makes a step 5 times as fast.
     optimizer = torch.optim.RAdam(q_network.parameters(), foreach=True)
-    modules = {"network": q_network, "optimizer": optimizer}
-    if hasattr(rollout_length, "state_dict"):  # as examples/author_rules.py has
-        modules["rollout_length"] = rollout_length
+    modules = {"network": q_network, "optimizer": optimizer, "rollout_length": rollout_length}
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
-
-    next_obs, lives = reset(args, envs, seed_all(args.seed, iteration), device)
+    seed = seed_all(args.seed, iteration)  # a resumed run starts new games
+    next_obs, lives = reset(args, envs, seed, device)
     lost_life = np.zeros(num_envs, bool)  # for --episodic-life
     check_scores(args, envs, q_network(next_obs))
     with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
@@ -405,21 +418,21 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                     actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
                     if lost_life.any():  # Breakout, for one, waits for FIRE
                         actions[t, torch.tensor(lost_life)] = envs.fire_action
-                    next_obs, reward, ended, cut, last_obs, info = step(envs, actions[t], device)
+                    next_obs, reward, terminal, timeout, last_obs, info = step(envs, actions[t])
                     rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
-                    terminated[t] = torch.tensor(ended)
-                    truncated[t] = torch.tensor(cut)
-                    if cut.any():
+                    terminated[t] = torch.tensor(terminal)
+                    truncated[t] = torch.tensor(timeout)
+                    if timeout.any():
                         last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
-                    if args.episodic_life:  # if there were more lives, the same game goes on
-                        lost_life = ended & (info["lives"] < lives)
+                    if args.episodic_life:  # after the last life, info has the next game's lives
+                        lost_life = terminal & (info["lives"] < lives)
                         lives = np.array(info["lives"])
-                    run.add_rewards(reward, game_over=(ended | cut) & ~lost_life)
+                    run.add_rewards(reward, (terminal | timeout) & ~lost_life)
                     global_step += num_envs
                 values[length] = q_network(next_obs).float().amax(1)
 
             # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-            # Where an episode was truncated, values[t + 1] is of the next one's first state.
+            # (Where an episode was truncated, values[t + 1] is of the next episode's first state.)
             next_values = torch.where(truncated, last_values, values[1:])
             returns = lambda_returns(
                 rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
@@ -430,7 +443,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             epochs = args.update_epochs
             if args.scale_epochs:
                 epochs = max(epochs, epochs * length // 32)
-            # Chunks of 512 fit a CPU's cache: 1.2 times as fast, with the same gradient.
+            # Gradients of chunks add up. 512 transitions fit a CPU's cache: 1.2 times as fast.
             chunk_size = 512 if device.type == "cpu" else batch_size
             q_network.train()
             for _ in range(epochs):
@@ -478,7 +491,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                 "losses/q_values": q_taken.mean().item(),  # of its last chunk
                 "losses/grad_norm": grad_norm.item(),
             }
-            run.log(row, q_network)
+            run.check_finite(q_network)
+            run.log(row)
             done = global_step >= args.total_timesteps or run.interrupted
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
@@ -510,12 +524,13 @@ def check_args(args):
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     limits = [
         (0, 2**63, "seed"),
-        (1, 10**12, "total_timesteps num_envs update_epochs num_steps rollout_min rollout_max"),
-        (1, 10**12, "adapt_frequency reference_states"),
+        (1, 10**15, "total_timesteps"),
+        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
         (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta"),
         (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
@@ -524,7 +539,8 @@ def check_args(args):
             value = getattr(args, name)
             if not low <= value <= high:  # NaN is refused, too
                 option = name.replace("_", "-")
-                fail(f"--{option} {str(value)[:20]}: it must be from {low} to {high}")
+                shown = str(value)[:20]  # somebody may type 400 digits
+                fail(f"--{option} {shown}: it must be from {low} to {high}")
 
 
 def run_folder(args):
@@ -533,7 +549,7 @@ def run_folder(args):
         return Path(args.resume)
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
-    if os.path.exists(folder):
+    if os.path.exists(folder):  # Path.exists would not take a name that is too long
         fail(f"{folder} exists already: choose another --run-name, or --resume it")
     return folder
 
@@ -545,9 +561,11 @@ def load_checkpoint(args, folder, modules):
     try:  # with weights_only=True, a file from a stranger runs no code
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(saved[name])
+            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
+                module.load_state_dict(saved[name])
+        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
-            for name in state.keys() - {"step"}:  # PyTorch does not check their shapes
+            for name in state.keys() - {"step"}:
                 state[name] = torch.empty_like(parameter).copy_(state[name])
     except Exception as error:  # a missing, torn or foreign file has many ways to show it
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
@@ -557,8 +575,9 @@ def load_checkpoint(args, folder, modules):
 def provenance() -> dict:
     """The versions of Python and the packages, and this file's git commit, if it has one."""
     found = {"python": platform.python_version(), "commit": None}
-    for name in ("torch", "gymnasium", "ale_py", "mujoco"):
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
         found[name] = getattr(sys.modules.get(name), "__version__", None)
+    # The whole commit, and "-dirty" if files were changed since.
     git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
     with suppress(OSError):  # git may not be installed
         done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -579,41 +598,50 @@ class Run(AbstractContextManager):
         self.seconds = saved.get("seconds", 0.0)
         config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
         config |= {"device": str(device), "bfloat16": bfloat16}
-        self.wandb = None
-        if args.track:
-            try:
-                import wandb
-
-                names = {"name": folder.resolve().name, "id": saved.get("wandb_id")}
-                self.wandb = wandb.init(**names, resume="allow", config=config)
-                self.wandb.define_metric("*", step_metric="global_step")
-            except Exception as error:  # no such package, no login, a forbidden name
-                fail(f"--track: {error}")
-        folder.mkdir(parents=True, exist_ok=args.resume is not None)
-        self.metrics = (folder / "metrics.csv").open("a", buffering=1)
+        try:
+            folder.mkdir(parents=True, exist_ok=args.resume is not None)
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
+        except OSError as error:
+            fail(error)
         try:
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"another process is at work on {folder}")
         except (AttributeError, OSError):  # Windows, or a file system that has no locks
             pass
-        # The rows that came after the checkpoint are going to be written again.
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
         self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.wandb = None
+        self.wandb_id = saved.get("wandb_id")
+        if args.track:
+            try:
+                import wandb
+
+                names = {"name": folder.resolve().name, "id": self.wandb_id}
+                self.wandb = wandb.init(**names, resume="allow", config=config)
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+            except Exception as error:  # no such package, no login, a forbidden name
+                if not saved:
+                    shutil.rmtree(folder)
+                fail(f"--track: {error}")
+        # With a delay, nothing is drawn here, where an error would still end the run.
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
         for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
             with suppress(AttributeError, OSError):
                 os.setpgid(worker.pid, 0)
-        self.handlers = {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            if in_main_thread and signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
-                self.handlers[number] = signal.signal(number, self.interrupt)
-        self.shown = "nothing was left to do"
+        self.handlers = {}  # those that __exit__ puts back
+        if threading.current_thread() is threading.main_thread():  # others may set none
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                    self.handlers[number] = signal.signal(number, self.interrupt)
+        self.shown = "no iteration was left to do"
         self.row_at = time.perf_counter()
-        self.save_at = 0.0
+        self.save_at = 0.0  # at the first iteration's end
 
     def interrupt(self, number, frame):
         self.interrupted = True
@@ -627,11 +655,14 @@ class Run(AbstractContextManager):
         self.scores.extend(self.score[game_over].tolist())
         self.score[game_over] = 0
 
-    def log(self, row, network):
-        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
+    def check_finite(self, network):
+        """End the run, and keep its last checkpoint, if learning has failed."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
                 fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
+
+    def log(self, row):
+        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
         now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
@@ -650,7 +681,7 @@ class Run(AbstractContextManager):
         try:
             self.bar.set_postfix_str(self.shown, refresh=False)
             self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
-        except OSError:  # as in say
+        except OSError:  # stderr is a closed pipe or a full disk
             self.bar.disable = True
 
     def save_is_due(self):
@@ -659,9 +690,10 @@ class Run(AbstractContextManager):
     def save(self, modules, **state):
         """Replace checkpoint.pt. Whenever the process is killed, there is a whole one."""
         for name, module in modules.items():
-            state[name] = module.state_dict()
+            if hasattr(module, "state_dict"):
+                state[name] = module.state_dict()
         state |= {"scores": list(self.scores), "seconds": self.seconds}
-        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb and self.wandb.id}
+        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
         torch.save(state, self.folder / "checkpoint.tmp")
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         self.save_at = time.perf_counter() + self.args.checkpoint_every
@@ -670,8 +702,10 @@ class Run(AbstractContextManager):
         """Undo what __init__ did, also when training ends with an exception."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        self.bar.close()
-        self.metrics.close()
+        with suppress(OSError):
+            self.metrics.close()
+        with suppress(OSError):
+            self.bar.close()
         if self.wandb:
             self.wandb.finish()
         if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
@@ -686,18 +720,25 @@ class Run(AbstractContextManager):
 def launch(Args=Args, **parts):
     """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
             stream.reconfigure(errors="replace")  # not all consoles have Greek letters
     args = tyro.cli(Args)
-    try:
-        if args.resume is not None:
+    if args.resume is not None:
+        try:
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
                 fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
-            args = tyro.cli(Args, default=Args(**config["args"]))
+            defaults = Args(**config["args"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
+        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
+    try:
         main(args, **parts)
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a bug; but PyTorch says in this way, too, that memory is short
         fail(error, 1)
 
 
