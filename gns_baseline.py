@@ -665,6 +665,17 @@ def provenance() -> dict:
     return found
 
 
+def replace_file(path, write):
+    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
 class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
 
@@ -689,10 +700,6 @@ class Run(AbstractContextManager):
             fail(f"another process is at work on {folder}")
         except (AttributeError, OSError):  # Windows, or a file system that has no locks
             pass
-        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
-        # somebody has edited it.)
-        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.wandb = None
         self.wandb_id = saved.get("wandb_id")
         if args.track:
@@ -707,6 +714,11 @@ class Run(AbstractContextManager):
                 if not saved:
                     shutil.rmtree(folder)
                 fail(f"--track: {error}")
+        text = json.dumps(config, indent=2) + "\n"
+        replace_file(folder / "config.json", lambda path: path.write_text(text))
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
+        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
         # With a delay, nothing is drawn here, where an error would still end the run.
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
@@ -768,14 +780,13 @@ class Run(AbstractContextManager):
         return time.perf_counter() >= self.save_at
 
     def save(self, modules, **state):
-        """Replace checkpoint.pt. Whenever the process is killed, there is a whole one."""
+        """Write checkpoint.pt: counters and scores, and the states of the modules."""
         for name, module in modules.items():
             if hasattr(module, "state_dict"):
                 state[name] = module.state_dict()
         state |= {"scores": list(self.scores), "seconds": self.seconds}
         state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
-        torch.save(state, self.folder / "checkpoint.tmp")
-        os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
+        replace_file(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def __exit__(self, *error):
@@ -819,7 +830,7 @@ def launch(Args=Args, **parts):
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a bug; but PyTorch says in this way, too, that memory is short
-        fail(error, 1)
+        fail(f"{type(error).__name__}: {error}", 1)
 
 
 if __name__ == "__main__":
