@@ -58,7 +58,7 @@ schedule = Schedule()
 
 
 def make_envs(args):
-    """minatar_abs.py's, after the schedule has read its column: this part is the first to see args."""
+    """Those of minatar_abs.py. The schedule reads its column here, where args first arrive."""
     schedule.start(args)
     return minatar_abs.make_envs(args)
 
