@@ -1,46 +1,66 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,<2.14", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
+# dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
 #     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
-"""P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its trust region.
+"""P3O, whose batch sets its own trust region, with Adaptive Batch Scaling (ABS), on Atari.
 
-P3O [arXiv 2605.12380] is a policy gradient without a clip range, for data that an earlier policy
-π_b collected: in this rollout or, with --replay-rollouts, in one of the last. What such data is
-worth is told by the ratios ρ of the two policies in a mini-batch of N samples: their effective
-sample size e_B caps each sample's weight, and 1 - e_B weighs a pull back to π_b.
+P3O [arXiv 2605.12380] is a policy gradient without a clip range. It learns from data that another
+policy π_b collected: the policy at the start of the iteration, or with --replay-rollouts that of an
+earlier one. The ratios ρ of the two policies tell what such data is worth. From the N samples of a
+mini-batch comes their effective sample size e_B, a share between 1/N and 1:
 
     ρ_i = π_θ(a_i|s_i) / π_b(a_i|s_i)
-    e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²),                                               from 1/N to 1
+    e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²)
     L   = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) KL( π_θ ‖ π_b )
 
-sg stops the gradient. Fresh data has e_B = 1: the plain policy gradient. A capped sample keeps a
-gradient, where PPO's clip leaves none. --adapt-rollout adds ABS [arXiv 2605.21557], as explained in
-ppo_abs.py: L follows the KL divergence of updates. Nobody has published this. Lines of ABS are
-marked. For an environment or a network of your own, replace make_envs or ActorCritic.
+sg stops the gradient. If the policies agree, all ρ are 1 and e_B = 1: the loss is the plain policy
+gradient. If they differ, a few large ρ dominate the sum and e_B falls. Then the cap e_B keeps those
+few from dominating, and the weight 1 - e_B of the KL divergence pulls π_θ back towards π_b. So the
+data decides how far it is trusted, without a new hyperparameter. A sample above the cap keeps a
+gradient. PPO's clip would leave it none.
 
-One GPU or a laptop:             python p3o_abs.py --env-id BreakoutNoFrameskip-v4
-With the last 4 rollouts, too:   python p3o_abs.py --replay-rollouts 4
-P3O with ABS:                    python p3o_abs.py --adapt-rollout
-After Ctrl-C or a crash:         python p3o_abs.py --resume runs/...
+--adapt-rollout adds ABS [arXiv 2605.21557], which nobody has published for P3O. In every K-th
+iteration it keeps a copy θ_old of the network from before the update. After the update it draws a
+sample B_ref of M states from the rollout, measures how far the policy has moved, and adapts the
+rollout length L:
+
+    δ   = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    s_i ~ B_ref
+    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
+    L_adapt ← (1 - β) L_adapt + β (L_max - α (L_max - L_min)),      L = round(L_adapt)       (Eq. 4)
+
+The main lines that only ABS needs are marked "ABS".
+
+One GPU or a laptop:
+    python p3o_abs.py --env-id BreakoutNoFrameskip-v4
+Learn from the 4 rollouts before, too:
+    python p3o_abs.py --replay-rollouts 4
+P3O with ABS:
+    python p3o_abs.py --adapt-rollout
+Continue a run after Ctrl-C or a crash:
+    python p3o_abs.py --resume runs/...
+Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
+launch(), as the files in examples/ do for pqn_abs.py.
 """
 
 import copy
-import csv
 import json
 import math
+import multiprocessing
 import os
+import platform
+import random
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: its idle threads soon free cores
 
 import ale_py
 import gymnasium
@@ -49,69 +69,83 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-import wandb
 from ale_py.vector_env import AtariVectorEnv
+from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from tqdm import tqdm
+
+try:
+    import fcntl  # for a lock on the run's folder
+except ImportError:  # on Windows
+    fcntl = None
 
 
 @dataclass
 class Args:
-    """P3O with Adaptive Batch Scaling. Defaults are PPO's on Atari; in brackets, symbols."""
+    """P3O with Adaptive Batch Scaling. Defaults are CleanRL's for PPO; symbols are in brackets."""
 
-    env_id: str = "BreakoutNoFrameskip-v4"  # ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5
+    env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
     total_timesteps: int = 10_000_000  # [T_total] environment steps, of 4 frames each
     num_envs: int = 8  # [E] environments in parallel
-    learning_rate: float = 2.5e-4  # of Adam at the start; falls linearly to 0 at total_timesteps
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # [γ] discount
-    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 Monte Carlo
-    num_minibatches: int = 4  # mini-batches an epoch; their number is fixed, their size follows L
-    update_epochs: int = 4  # [N_epochs] passes over each rollout and those replayed
+    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 is Monte Carlo
+    num_minibatches: int = 4  # mini-batches per epoch
+    update_epochs: int = 4  # [N_epochs] passes over the rollout and those that are replayed
     replay_rollouts: int = 0  # earlier rollouts to learn from, too; mini-batches grow with them
-    ent_coef: float = 0.01  # [c_e] weight of the entropy bonus
-    vf_coef: float = 0.5  # [c_v] weight of the value loss
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
-    episodic_life: bool = True  # a lost life ends an episode, and FIRE follows; scores count games
+    episodic_life: bool = True  # a lost life ends the learner's episode; the game goes on
 
-    adapt_rollout: bool = False  # let L follow the KL; else this is plain P3O with L = num_steps
+    adapt_rollout: bool = False  # ABS: adapt L; without it, this is plain P3O with L = num_steps
     num_steps: int = 128  # [L] steps in each environment in the first rollout
-    rollout_min: int = 64  # [L_min] rollout of a volatile policy; half of num_steps, as in PQN
-    rollout_max: int = 256  # [L_max] rollout of a stable policy; twice num_steps, as in PQN
-    adapt_frequency: int = 50  # [K] iterations from one measurement of the KL to the next
-    delta_min: float = 1e-4  # [δ_min] KL at and below which the policy counts as stable
-    delta_max: float = 3.5e-3  # [δ_max] KL at and above which it counts as volatile; both measured
-    beta: float = 0.1  # [β] smoothing of L_adapt; from ABS's own code, not in the paper
-    reference_states: int = 2048  # [M] size of B_ref, at most the batch; from ABS's own code
-    divergence_window: int = 1  # measurements whose mean L follows; ABS's own code: 20
-    burn_in: int = 0  # measurement with which L begins to move; ABS's own code: 10
-    scale_epochs: bool = False  # max(N_epochs, N_epochs · L // base_steps) passes, as in that code
-    base_steps: int = 128  # L above which --scale-epochs adds passes
+    rollout_min: int = 64  # [L_min] rollout length of a volatile policy; half of num_steps
+    rollout_max: int = 256  # [L_max] rollout length of a stable policy; twice num_steps
+    adapt_frequency: int = 50  # [K] measure the KL divergence in every K-th iteration
+    delta_min: float = 1e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
+    delta_max: float = 3.5e-3  # [δ_max] at this KL divergence or more, it counts as volatile
+    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, from its author's code
+    reference_states: int = 2048  # [M] states in B_ref; not in the paper, from its author's code
+    scale_epochs: bool = False  # more epochs where L > 128: N_epochs * L // 128
 
-    device: str = "auto"  # auto (CUDA where there is one, else the CPU), cpu, cuda:1, mps, ...
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of all layers but the last
-    runs_dir: str = "runs"  # where the run's folder is made
-    run_name: str | None = None  # its name; by default game, script, seed and time
-    checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
-    resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
-    track: bool = False  # send the metrics to Weights & Biases too (project: $WANDB_PROJECT)
+    device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of all layers but the last; auto is bfloat16 where the hardware has it"""
+    runs_dir: str = "runs"  # the run's folder is created in here
+    run_name: str | None = None  # the folder's name; by default game, script, seed and time
+    checkpoint_every: float = 300.0  # seconds between checkpoints
+    resume: str | None = None  # continue the run in this folder; its arguments become the defaults
+    track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights, by default with the gain for ReLU, and zero biases."""
+    """Orthogonal weights and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
+class PixelConv(nn.Conv2d):
+    """A convolution of pixels / 255. Dividing the weights is less work than dividing the pixels."""
+
+    def forward(self, pixels):
+        return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
+
+
 class ActorCritic(nn.Module):
-    """Nature CNN: uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,)."""
+    """Nature CNN: uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,).
+
+    A network of your own may return bfloat16 under autocast: main casts what it gets to float32.
+    """
 
     def __init__(self, envs):
         super().__init__()
         num_actions = int(envs.single_action_space.n)
-        self.conv1 = layer_init(nn.Conv2d(4, 32, 8, stride=4))
         self.body = nn.Sequential(
+            layer_init(PixelConv(4, 32, 8, stride=4)),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -126,42 +160,42 @@ class ActorCritic(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly. Dividing the weights by 255 is less work than the pixels.
-        x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
-        if not torch.is_autocast_enabled(x.device.type):
-            x = x.float()
-        x = F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, self.conv1.stride)
-        x = self.body(x)
-        # The ratio of two nearly equal policies would drown in bfloat16's rounding.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, casting to it at once makes the
+        # network 1.4 times as fast.
+        is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        x = self.body(frames.to(dtype, memory_format=torch.channels_last))
+        # The ratio of two policies that are nearly equal would be lost in bfloat16's rounding.
         with torch.autocast(x.device.type, enabled=False):
-            x = x.float()
-            values = self.critic(x).squeeze(1)
-            return self.actor(x), values
+            return self.actor(x.float()), self.critic(x.float()).squeeze(1)
 
 
 def make_envs(args: Args):
-    """args.num_envs copies of an Atari game, as Gymnasium's registry describes it, as one vector.
+    """A vector of args.num_envs copies of an Atari game.
 
-    Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
-    max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
+    Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
+    the last two of them are max-pooled. Rewards are score points. As usual for AtariVectorEnv, an
+    episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
 
-    Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
-    episode ends, step() gives the next one's first observation, and the last observation of the
-    ended one in info["final_obs"]. For --episodic-life it terminates at lost lives without a reset,
-    tells info["lives"], and has an attribute fire_action.
+    Your own make_envs may return any Gymnasium VectorEnv that has
+    - a Discrete action space,
+    - same-step autoreset: where an episode ends, step() returns the next one's first observation,
+      and info["final_obs"] holds the last observation of the one that ended.
+    Only --episodic-life needs more: a lost life is "terminated" but does not reset the game,
+    info["lives"] counts the lives, and fire_action is the action that goes on after a lost one.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
-    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # at random from 2 to 4
+    # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
         fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
-    print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
+    say(f"loading {args.num_envs} x {args.env_id}")  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
         args.num_envs,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
-        life_loss_info=args.episodic_life,  # a lost life is "terminated", and the game goes on
+        life_loss_info=args.episodic_life,
         reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
@@ -170,15 +204,94 @@ def make_envs(args: Args):
     return envs
 
 
+def check_envs(args, envs):
+    """Refuse environments that main cannot train on."""
+    space = envs.single_action_space
+    if not isinstance(space, Discrete) or space.n < 2:
+        fail(f"--env-id {args.env_id}: needs a Discrete action space of 2 or more, not {space}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
+    if envs.num_envs != args.num_envs:
+        fail(f"make_envs returned {envs.num_envs} environments instead of {args.num_envs}")
+
+
+def check_policy(args, envs, outputs):
+    """Refuse a network that does not return logits and values of the right shapes."""
+    shapes = [tuple(output.shape) for output in outputs]
+    expected = [(args.num_envs, envs.single_action_space.n), (args.num_envs,)]
+    if shapes != expected:
+        fail(f"the network must return logits and values of shapes {expected}, not {shapes}")
+
+
+def reset(args, envs, seed, device):
+    """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
+    sub_envs = getattr(envs.unwrapped, "envs", [])
+    for i, env in enumerate([envs, *sub_envs]):  # they may call their spaces' sample()
+        for name in ("action", "observation", "single_action", "single_observation"):
+            if hasattr(env, f"{name}_space"):
+                getattr(env, f"{name}_space").seed(seed + i)
+    obs, info = envs.reset(seed=seed)
+    if not isinstance(obs, np.ndarray):
+        fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
+    if args.episodic_life and "lives" not in info:
+        fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
+    lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
+    return torch.tensor(np.ascontiguousarray(obs), device=device), lives
+
+
+def step(envs, actions):
+    """Act in all environments; actions (E,) are int64 and count from 0. Returns
+
+    - next_obs: the next observations (E, ...), a tensor on the actions' device
+    - rewards, terminated, truncated: NumPy arrays (E,)
+    - last_obs: the last observations (n, ...) of the n truncated episodes, a tensor
+    - info: what else the environments say
+
+    All but info are copies, because environments may write into their arrays again.
+    """
+    first_action = envs.single_action_space.start
+    obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
+    next_obs = torch.tensor(np.ascontiguousarray(obs), device=actions.device)
+    if next_obs.is_floating_point() and not next_obs.isfinite().all():
+        fail("an environment returned an observation that is not finite", status=1)
+    terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
+    last_obs = next_obs[:0]  # empty, unless an episode is truncated
+    if truncated.any():
+        last_obs = np.stack(info["final_obs"][truncated])
+        last_obs = torch.tensor(last_obs, dtype=next_obs.dtype, device=actions.device)
+    return next_obs, np.array(rewards, float), terminated, truncated, last_obs, info
+
+
+def policy_and_value(network, obs):
+    """log π(·|s) (N, A) and V(s) (N,), in float32, from an ActorCritic's logits and values."""
+    logits, values = network(obs)
+    return logits.float().log_softmax(-1), values.float()
+
+
+def log_prob_of(log_pi, actions):
+    """log π(a|s) (N,) of the actions (N,), from log π(·|s) (N, A)."""
+    return log_pi.gather(1, actions[:, None]).squeeze(1)
+
+
+def normalized(advantages):
+    """Advantages (N,) with mean 0 and standard deviation 1."""
+    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+
+
+def policy_of(network):
+    """The part of an ActorCritic that acts: a function from states (N, ...) to logits (N, A)."""
+    return lambda states: network(states)[0]
+
+
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     """Generalised advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}) of the state that truly followed, in the same episode. Where the
-    rollout ends or a time limit cuts the episode (truncated) there is no A_{t+1}, and this value
-    stands in for all that follows.
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. At the end of
+    the rollout, and where a time limit truncated the episode, there is no A_{t+1}: this value
+    stands in for all that follows. Where the episode terminated it is ignored.
     """
     targets = rewards + gamma * ~terminated * next_values
     deltas = targets - values
@@ -193,7 +306,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 def effective_sample_size(log_ratios):
     """e_B = (Σ ρ_i)² / (N Σ ρ_i²) of log ρ (N,): from 1/N (one dominates) to 1 (all are equal)."""
-    ratios = (log_ratios - log_ratios.max()).exp()  # e_B stays the same, and nothing overflows
+    ratios = (log_ratios - log_ratios.max()).exp()  # the same e_B, and no overflow
     squared_sum = ratios.sum().square()
     return squared_sum / (len(ratios) * ratios.square().sum())
 
@@ -205,7 +318,7 @@ def kl_divergence(log_p, log_q):
 
 
 def p3o_loss(log_pi, log_behavior, actions, advantages):
-    """P3O's loss of the policy, to be minimised; e_B; the KL; the share of capped ratios [P3O].
+    """P3O's policy loss, to be minimised; e_B; the KL divergence; the share of capped ratios [P3O].
 
     L = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
@@ -225,14 +338,40 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
     return loss, ess, kl.detach(), capped
 
 
+def p3o_total_loss(log_pi, values, batch, args):
+    """The loss of a mini-batch, to be minimised, and its parts, named as they are logged.
+
+    loss = P3O's policy loss + vf_coef · mean_i[ ½ (V - R)² ] - ent_coef · entropy of π_θ
+
+    log_pi (N, A) and values (N,) are the network's now. The mini-batch has log_behavior (N, A), and
+    actions, advantages and returns (N,).
+    """
+    advantages = normalized(batch["advantages"])
+    policy_loss, ess, kl, capped = p3o_loss(
+        log_pi, batch["log_behavior"], batch["actions"], advantages
+    )
+    value_loss = F.mse_loss(values, batch["returns"]) / 2
+    entropy = -(log_pi.exp() * log_pi).sum(1).mean()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    losses = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "p3o/ess": ess,
+        "p3o/kl": kl,
+        "p3o/capped": capped,
+    }
+    return loss, losses
+
+
 @torch.no_grad()
 def mean_kl_divergence(network, old_network, states) -> float:
-    """How far two networks' policies lie apart in the states (M, ...), in nats [ABS].
+    """How far apart two networks' policies are in the states (M, ...), in nats [ABS].
 
     δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),   π_θ(·|s) = softmax(network(s))
 
-    The paper does not give the direction. This one weighs the actions as the policy did that
-    collected them; ABS's own code, on MuJoCo, has the other one.
+    The paper does not say which of the two comes first. Here it is θ_old, so that actions count as
+    often as the policy that collected the data chose them. The author's code has θ first.
     """
     log_pi = network(states).float().log_softmax(-1)
     old_log_pi = old_network(states).float().log_softmax(-1)
@@ -244,22 +383,28 @@ def behavioral_divergence(network, old_network, states) -> float:
     """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
+
+    Raises ValueError unless network(states) has one score per action, (M, A) with A > 1: you may
+    have pasted this function where the network returns something else.
     """
-    changed = network(states).argmax(-1) != old_network(states).argmax(-1)
+    scores = network(states)
+    if scores.dim() != 2 or scores.shape[1] < 2:
+        raise ValueError(f"pass networks that return (M, A) scores, not {tuple(scores.shape)}")
+    changed = scores.argmax(1) != old_network(states).argmax(1)
     return changed.float().mean().item()
 
 
 def rollout_length(
     divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
 ) -> float:
-    """The next L_adapt, a real number of steps, from δ_π and the last L_adapt [ABS, Eq. 4].
+    """The next L_adapt, a real number of steps, from δ_π and the current L_adapt [ABS, Eq. 4].
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
-    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
+    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
+    never change L_adapt. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -269,135 +414,152 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
-def evaluate(network, states):
-    """log π(·|s) (N, A) and V(s) (N,), both float32 whatever the network computes in."""
-    logits, values = network(states)
-    log_pi = logits.float().log_softmax(-1)
-    return log_pi, values.float()
+def pick_device(args):
+    """The device, and whether all layers but the last compute in bfloat16 there."""
+    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # PyTorch has many ways to say that there is no such device
+        fail(f"--device {name}: {error}")
+    bfloat16 = args.precision == "bfloat16"
+    if args.precision == "auto":  # only where the hardware multiplies bfloat16
+        cpu = torch.cpu.get_capabilities()
+        bfloat16 = device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+        if device.type == "cuda":
+            bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return device, bfloat16
 
 
-def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), from log π(·|s) (N, A)."""
-    return log_pi.gather(1, actions[:, None]).squeeze(1)
+def seed_all(seed, iteration) -> int:
+    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
 
 
-def policy_of(network):
-    """The half of an ActorCritic that acts: a function from states (N, ...) to logits (N, A)."""
-    return lambda states: network(states)[0]
-
-
-def main(args: Args) -> Path:
-    """Train; returns the run's folder."""
-    check(args)
+def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=rollout_length):
+    """Train, and return the run's folder. Parts that you pass replace those of this file."""
+    check_args(args)
+    folder = run_folder(args)
     device, bfloat16 = pick_device(args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    torch.manual_seed(fresh_seed(args.seed, 0))
+    seed_all(args.seed, 0)
     envs = make_envs(args)
+    check_envs(args, envs)
     num_envs = args.num_envs
-    network = ActorCritic(envs).to(device)
-    old_network = copy.deepcopy(network)  # ABS: θ_old
-    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # lr: below
-    saved = load_checkpoint(args, network=network, optimizer=optimizer)  # {} in a new run
+    network = ActorCritic(envs).to(device).eval()  # networks with dropout act without it
+    old_network = copy.deepcopy(network)  # ABS: θ_old, filled in the loop
+    # The loop sets the learning rate. fused=True is the fastest implementation.
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)
+    modules = {"network": network, "optimizer": optimizer, "rollout_length": rollout_length}
+    saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
-    divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
-    rollouts = deque(maxlen=args.replay_rollouts + 1)  # newest first
-    first_obs, info = envs.reset(seed=fresh_seed(args.seed, iteration))
-    next_obs = torch.from_numpy(first_obs).to(device)
-    lives = info.get("lives")  # for --episodic-life
-    lost_life = np.zeros(num_envs, bool)
-    check_promises(args, envs, info, network(next_obs))
-    run = Run(args, device, bfloat16, saved)
+    seed = seed_all(args.seed, iteration)  # a resumed run starts new games
+    next_obs, lives = reset(args, envs, seed, device)
+    lost_life = np.zeros(num_envs, bool)  # for --episodic-life
+    check_policy(args, envs, network(next_obs))
+    rollouts = deque(maxlen=args.replay_rollouts + 1)  # newest first; not in the checkpoint
+    with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
+        done = global_step >= args.total_timesteps
+        while not done:
+            iteration += 1
+            # Seed each iteration anew, so that a resumed run needs no saved generator states.
+            seed_all(args.seed, iteration)
+            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
+            batch_size = length * num_envs
+            # The KL spans the updates of this one iteration. K only sets how often it is measured.
+            is_measured = iteration % args.adapt_frequency == 0  # ABS
+            if is_measured:
+                old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
+            optimizer.param_groups[0]["lr"] = args.learning_rate
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] *= 1 - global_step / args.total_timesteps
 
-    while global_step < args.total_timesteps and not run.stopped:
-        iteration += 1
-        # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
-        torch.manual_seed(fresh_seed(args.seed, iteration))
-        length = round(adaptive_length)  # ABS: L
-        batch_size = length * num_envs
-        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        # K counts iterations: the KL compares the policies before and after a K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0  # ABS
-        if measure:
-            old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
+            # 1. Collect L steps in each of the E environments, with actions drawn from π_θ.
+            obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
+            actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
+            log_behavior = []  # log π_b(·|s_t), (E, A) for each t
+            rewards = torch.zeros((length, num_envs), device=device)
+            terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
+            truncated = torch.zeros_like(terminated)
+            values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), t = 0..L
+            last_values = torch.zeros_like(rewards)  # of the last states of truncated episodes
+            with torch.no_grad(), autocast:
+                for t in range(length):
+                    obs[t] = next_obs
+                    log_pi, values[t] = policy_and_value(network, next_obs)
+                    actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
+                    log_behavior.append(log_pi)
+                    pressed = actions[t].clone()
+                    if lost_life.any():  # Breakout waits for FIRE; π learns from what it chose
+                        pressed[torch.tensor(lost_life)] = envs.fire_action
+                    next_obs, reward, terminal, timeout, last_obs, info = step(envs, pressed)
+                    rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
+                    terminated[t] = torch.tensor(terminal)
+                    truncated[t] = torch.tensor(timeout)
+                    if timeout.any():
+                        last_values[t, truncated[t]] = policy_and_value(network, last_obs)[1]
+                    if args.episodic_life:  # after the last life, info has the next game's lives
+                        lost_life = terminal & (info["lives"] < lives)
+                        lives = np.array(info["lives"])
+                    run.add_rewards(reward, (terminal | timeout) & ~lost_life)
+                    global_step += num_envs
+                values[length] = policy_and_value(network, next_obs)[1]
 
-        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from π_θ.
-        obs = next_obs.new_zeros((length, *next_obs.shape))  # as they come: uint8 on Atari
-        actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
-        values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), up to t = L
-        log_behavior = []  # log π_b(·|s_t) of all actions, (E, A) each
-        final_values, rewards = torch.zeros((2, length, num_envs), device=device)
-        terminated, truncated = torch.zeros((2, length, num_envs), dtype=torch.bool, device=device)
-        with torch.no_grad(), autocast:
-            for t in range(length):
-                obs[t] = next_obs
-                log_pi, values[t] = evaluate(network, next_obs)
-                actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
-                log_behavior.append(log_pi)
-                pressed = actions[t].numpy(force=True)
-                if lost_life.any():  # the policy learns from its own choice all the same
-                    pressed = np.where(lost_life, envs.fire_action, pressed)
-                frames, reward, ended, cut, info = envs.step(pressed)
-                next_obs = torch.from_numpy(frames).to(device)
-                rewards[t] = torch.from_numpy(np.sign(reward))
-                terminated[t] = torch.from_numpy(ended)
-                truncated[t] = torch.from_numpy(cut)
-                if cut.any():  # the advantage needs the cut episode's own last observation
-                    final_obs = np.stack(info["final_obs"][cut])
-                    final_obs = torch.from_numpy(final_obs).to(device)
-                    final_values[t, truncated[t]] = evaluate(network, final_obs)[1]
-                if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
-                    lost_life = ended & (info["lives"] < lives)
-                    lives = info["lives"]
-                global_step += num_envs
-                run.count_episodes(global_step, reward, (ended | cut) & ~lost_life)
-            values[length] = evaluate(network, next_obs)[1]
+            # 2. Update θ by P3O's loss: N_epochs passes in shuffled mini-batches.
+            # (Where an episode was truncated, values[t + 1] is of the next episode's first state.)
+            next_values = torch.where(truncated, last_values, values[1:])
+            values = values[:-1]
+            advantages = gae(
+                rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
+            )
+            rollout = {
+                "obs": obs.flatten(0, 1),
+                "actions": actions.flatten(),
+                "log_behavior": torch.cat(log_behavior),
+                "advantages": advantages.flatten(),
+                "returns": (advantages + values).flatten(),
+            }
+            rollouts.appendleft(rollout)
+            batch = {}
+            for name in rollout:  # this rollout, then those that are replayed
+                batch[name] = torch.cat([older[name] for older in rollouts])
+            epochs = args.update_epochs
+            if args.scale_epochs:
+                epochs = max(epochs, epochs * length // 128)
+            network.train()
+            for _ in range(epochs):
+                shuffled = torch.randperm(len(batch["obs"]), device=device)
+                for indices in shuffled.tensor_split(args.num_minibatches):
+                    minibatch = {name: column[indices] for name, column in batch.items()}
+                    with autocast:
+                        log_pi, new_values = policy_and_value(network, minibatch["obs"])
+                    loss, losses = p3o_total_loss(log_pi, new_values, minibatch, args)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    updates += 1
+            network.eval()
 
-        # 2. Update θ by P3O's loss: N_epochs passes in shuffled mini-batches.
-        next_values = torch.where(truncated, final_values, values[1:])
-        advantages = gae(
-            rewards, values[:-1], next_values, terminated, truncated, args.gamma, args.gae_lambda
-        )
-        rollout = obs, actions, torch.stack(log_behavior), advantages, advantages + values[:-1]
-        rollouts.appendleft([tensor.flatten(0, 1) for tensor in rollout])
-        batch = [torch.cat(tensors) for tensors in zip(*rollouts, strict=True)]
-        epochs = args.update_epochs
-        if args.scale_epochs:
-            epochs = max(epochs, epochs * length // args.base_steps)
-        for _ in range(epochs):
-            shuffled = torch.randperm(len(batch[0]), device=device)
-            for minibatch in shuffled.tensor_split(args.num_minibatches):
-                sampled = [tensor.index_select(0, minibatch) for tensor in batch]
-                states, action, behavior, advantage, target = sampled
+            # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
+            kl = divergence = None
+            if is_measured:
+                sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
+                states = rollout["obs"][sample]
+                policies = policy_of(network), policy_of(old_network)
                 with autocast:
-                    log_pi, value = evaluate(network, states)
-                advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
-                policy_loss, ess, pull, capped = p3o_loss(log_pi, behavior, action, advantage)
-                value_loss = F.mse_loss(value, target) / 2
-                entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-                optimizer.step()
-                updates += 1
-
-        # 3. ABS: measure how far the updates moved the policy, and let the next rollouts follow.
-        kl = divergence = None
-        if measure:
-            sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
-            policy = policy_of(network)
-            old_policy = policy_of(old_network)
-            with autocast:
-                kl = mean_kl_divergence(policy, old_policy, batch[0][sample])
-                divergence = behavioral_divergence(policy, old_policy, batch[0][sample])
-            divergences.append(kl)
-            if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
+                    kl = mean_kl_divergence(*policies, states)
+                    divergence = behavioral_divergence(*policies, states)
                 adaptive_length = rollout_length(
-                    sum(divergences) / len(divergences),
+                    kl,
                     adaptive_length,
                     rollout_min=args.rollout_min,
                     rollout_max=args.rollout_max,
@@ -406,251 +568,280 @@ def main(args: Args) -> Path:
                     beta=args.beta,
                 )
 
-        # 4. Log and save. Losses are the last mini-batch's.
-        row = {
-            "global_step": global_step,
-            "charts/updates": updates,
-            "charts/learning_rate": learning_rate,
-            "abs/rollout_length": length,
-            "abs/batch_size": batch_size,
-            "abs/kl_divergence": kl,
-            "abs/behavioral_divergence": divergence,
-            "losses/policy_loss": policy_loss.item(),
-            "losses/value_loss": value_loss.item(),
-            "losses/entropy": entropy.item(),
-            "losses/grad_norm": grad_norm.item(),
-            "p3o/ess": ess.item(),
-            "p3o/kl": pull.item(),
-            "p3o/capped": capped.item(),
-        }
-        run.log(row)
-        run.save(
-            network=network.state_dict(),
-            optimizer=optimizer.state_dict(),
-            global_step=global_step,
-            iteration=iteration,
-            updates=updates,
-            adaptive_length=adaptive_length,
-            divergences=list(divergences),
-        )
-    envs.close()
-    run.close()
-    return run.folder
+            # 4. Log and save. Losses are the last mini-batch's.
+            row = {
+                "global_step": global_step,
+                "charts/updates": updates,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                "abs/rollout_length": length,
+                "abs/batch_size": batch_size,
+                "abs/kl_divergence": kl,
+                "abs/behavioral_divergence": divergence,
+                "losses/grad_norm": grad_norm.item(),
+            }
+            for name, loss in losses.items():
+                row[name] = loss.item()
+            run.check_finite(network)
+            run.log(row)
+            done = global_step >= args.total_timesteps or run.interrupted
+            if done or run.save_is_due():
+                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
+                run.save(modules, adaptive_length=adaptive_length, **counters)
+    return folder
 
 
-# --- From here on: checks, files, signals, W&B. Nothing of it is about the algorithm. ---
+# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
-SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its own name here
+SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+
+
+def say(message):
+    """Print a line to stderr, above the progress bar."""
+    try:
+        tqdm.write(message, file=sys.stderr)
+    except OSError:  # a closed pipe or a full disk: training goes on
+        sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
-    tqdm.write(f"{SCRIPT}: {message}", file=sys.stderr)  # not into the progress bar
+    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
 
-def check(args):
-    """Refuse arguments that make no run, before any work starts."""
+def check_args(args):
+    """Refuse arguments that cannot work, before anything starts."""
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     limits = [
-        (1, math.inf, "total_timesteps num_envs update_epochs num_steps rollout_min"),
-        (1, math.inf, "adapt_frequency reference_states divergence_window base_steps"),
-        (0, math.inf, "seed burn_in replay_rollouts"),
-        (0, 1, "gamma gae_lambda beta"),
-        (0, 1e9, "ent_coef vf_coef"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),
+        (0, 2**63, "seed"),
+        (0, 10**6, "replay_rollouts"),
+        (1, 10**15, "total_timesteps"),
+        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
+        (0, 1, "gamma gae_lambda ent_coef vf_coef beta"),
+        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
-            if not low <= value <= high:  # as NaN is not, either
-                fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    if args.resume is None:
-        folder = run_folder(args)
-        if os.path.exists(folder):
-            fail(f"{folder} is there already: choose another --run-name, or --resume it")
-
-
-def pick_device(args):
-    """The device, and whether the network's body works in bfloat16 there."""
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except Exception as error:  # PyTorch says it in several ways
-        fail(f"--device {name}: {str(error).splitlines()[0]}")
-    if args.precision != "auto":
-        return device, args.precision == "bfloat16"
-    if device.type == "cuda":  # emulated, it would be slower than float32
-        return device, torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu":
-        return device, False
-    cpu = torch.cpu.get_capabilities()
-    return device, bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-
-
-def fresh_seed(seed, iteration):
-    """30 bits that differ with the run's seed and the iteration."""
-    return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
+            if not low <= value <= high:  # NaN is refused, too
+                option = name.replace("_", "-")
+                shown = str(value)[:20]  # somebody may type 400 digits
+                fail(f"--{option} {shown}: it must be from {low} to {high}")
 
 
 def run_folder(args):
-    """Where the run's files are, or are going to be."""
+    """The folder of --resume, or that of a new run, which must not exist yet."""
     if args.resume is not None:
-        return Path(args.resume.removesuffix("checkpoint.pt"))
-    game = args.env_id.replace("/", "-")
-    name = f"{game}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
-    return Path(args.runs_dir, args.run_name or name)
+        return Path(args.resume)
+    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
+    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+        fail(f"{folder} exists already: choose another --run-name, or --resume it")
+    return folder
 
 
-def load_checkpoint(args, **modules):
-    """The checkpoint of --resume, {} without; modules get their weights or optimiser state."""
+def load_checkpoint(args, folder, modules):
+    """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["args"].keys() != asdict(args).keys():
-            raise ValueError("it has other options")
-        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
-            checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
-        length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
-        checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
-        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(checkpoint[name])
-    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
-        reason = str(error).partition("\n")[0]
-        fail(f"--resume {args.resume}: no checkpoint of this version of {SCRIPT} ({reason})")
-    return checkpoint
+            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
+                module.load_state_dict(saved[name])
+        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        for parameter, state in modules["optimizer"].state.items():
+            for name in state.keys() - {"step"}:
+                state[name] = torch.empty_like(parameter).copy_(state[name])
+    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+        fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
+    return saved
 
 
-def check_promises(args, envs, info, outputs):
-    """Do what make_envs and the network class return keep their promises?"""
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
-    shapes = [tuple(output.shape) for output in outputs]
-    num_actions = envs.single_action_space.n
-    if shapes != [(args.num_envs, num_actions), (args.num_envs,)]:
-        fail("the network must give logits (num_envs, actions) and values (num_envs,)")
-    if args.episodic_life and "lives" not in info:
-        fail(f"--episodic-life: {args.env_id} does not tell lives; take --no-episodic-life")
+def provenance() -> dict:
+    """The versions of Python and the packages, and this file's git commit, if it has one."""
+    found = {"python": platform.python_version(), "commit": None}
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+        found[name] = getattr(sys.modules.get(name), "__version__", None)
+    # The whole commit, and "-dirty" if files were changed since.
+    git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
+    with suppress(OSError):  # git may not be installed
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["commit"] = done.stdout.strip() or None
+    return found
 
 
-class Run:
-    """A run's folder with its four files, the progress bar, W&B, and the signals that end it."""
+def replace_file(path, write):
+    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
 
-    def __init__(self, args, device, bfloat16, saved):
+
+class Run(AbstractContextManager):
+    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
+
+    def __init__(self, args, folder, device, bfloat16, saved):
         self.args = args
-        self.interrupted = self.stopped = False
+        self.folder = folder
+        self.interrupted = False  # by Ctrl-C, SIGTERM or SIGHUP
         self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
-        self.score = np.zeros(args.num_envs)  # of the episodes under way
-        self.steps = np.zeros(args.num_envs, int)
+        self.score = 0.0  # of the episodes in progress: (E,) after the first step
+        self.step = saved.get("global_step", 0)
         self.seconds = saved.get("seconds", 0.0)
-        self.folder = run_folder(args)
+        config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
+        config |= {"device": str(device), "bfloat16": bfloat16}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            folder.mkdir(parents=True, exist_ok=args.resume is not None)
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
         except OSError as error:
-            fail(f"{self.folder}: {error.strerror}; choose another --runs-dir or --run-name")
-        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
-        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
-        if saved:  # rows that came after the checkpoint are going to be written again
-            self.metrics.truncate(min(saved["metrics_size"], self.metrics.tell()))
-            self.episodes.truncate(min(saved["episodes_size"], self.episodes.tell()))
-        if self.episodes.tell() == 0:
-            self.episodes.write("global_step,episodic_return,episodic_length\n")
+            fail(error)
+        try:
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work on {folder}")
+        except (AttributeError, OSError):  # Windows, or a file system that has no locks
+            pass
+        self.wandb = None
+        self.wandb_id = saved.get("wandb_id")
         if args.track:
-            name = self.folder.name
-            wandb.init(name=name, id=name, resume="allow", config=config)
-        done = saved.get("global_step", 0)
-        self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
-        self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+            try:
+                import wandb
+
+                names = {"name": folder.resolve().name, "id": self.wandb_id}
+                self.wandb = wandb.init(**names, resume="allow", config=config)
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+            except Exception as error:  # no such package, no login, a forbidden name
+                if not saved:
+                    shutil.rmtree(folder)
+                fail(f"--track: {error}")
+        text = json.dumps(config, indent=2) + "\n"
+        replace_file(folder / "config.json", lambda path: path.write_text(text))
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
+        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
+        # With a delay, nothing is drawn here, where an error would still end the run.
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+            with suppress(AttributeError, OSError):
+                os.setpgid(worker.pid, 0)
+        self.handlers = {}  # those that __exit__ puts back
+        if threading.current_thread() is threading.main_thread():  # others may set none
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                    self.handlers[number] = signal.signal(number, self.interrupt)
+        self.shown = "no iteration was left to do"
         self.row_at = time.perf_counter()
-        self.save_at = 0.0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-            if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
-                signal.signal(signum, self.interrupt)
+        self.save_at = 0.0  # at the first iteration's end
 
-    def interrupt(self, signum, frame):
-        """Let the iteration finish; a second Ctrl-C ends at once."""
+    def interrupt(self, number, frame):
         self.interrupted = True
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
+        with suppress(OSError):
+            os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
-    def count_episodes(self, global_step, reward, ended):
-        """Add a step's rewards (E,) to the scores, and write those of the episodes that ended."""
-        self.score += reward
-        self.steps += 1
-        for score, steps in zip(self.score[ended], self.steps[ended], strict=True):
-            self.scores.append(float(score))
-            self.episodes.write(f"{global_step},{score},{steps}\n")
-        self.score[ended] = 0
-        self.steps[ended] = 0
+    def add_rewards(self, reward, game_over):
+        """Add a step's rewards (E,) to the scores; the mean of the last 100 is shown and logged."""
+        self.score = self.score + reward
+        self.scores.extend(self.score[game_over].tolist())
+        self.score[game_over] = 0
+
+    def check_finite(self, network):
+        """End the run, and keep its last checkpoint, if learning has failed."""
+        for name, weights in network.state_dict().items():
+            if not weights.isfinite().all():
+                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
 
     def log(self, row):
-        """Write, show and send an iteration's numbers, with its time and the mean score."""
+        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
         now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
         row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
         self.row_at = now
-        table = csv.DictWriter(self.metrics, row, lineterminator="\n")
         if self.metrics.tell() == 0:
-            table.writeheader()
-        table.writerow(row)
-        if self.args.track:
-            sent = {name: value for name, value in row.items() if value is not None}
-            wandb.log(sent, step=row["global_step"])
-        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
-        self.progress.set_postfix(shown, refresh=False)
-        self.progress.update(row["abs/batch_size"])
-
-    def save(self, **state):
-        """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
-        for name, weights in state["network"].items():
-            if not weights.isfinite().all():
-                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
-        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.perf_counter() < self.save_at:
-            return
-        state["args"] = asdict(self.args)
-        state["scores"] = list(self.scores)
-        state["seconds"] = self.seconds
-        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
-        state["episodes_size"] = self.episodes.seek(0, os.SEEK_END)
+            self.metrics.write(",".join(row) + "\n")
+        cells = ["" if value is None else str(value) for value in row.values()]
+        self.metrics.write(",".join(cells) + "\n")
+        if self.wandb:
+            self.wandb.log({name: value for name, value in row.items() if value is not None})
+        self.step = row["global_step"]
+        score = f"return {np.mean(self.scores):.4g}" if self.scores else "no episode yet"
+        self.shown = f"{score}, L {row['abs/rollout_length']}"
         try:
-            torch.save(state, self.folder / "checkpoint.tmp")
-            os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
-            fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
+            self.bar.set_postfix_str(self.shown, refresh=False)
+            self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
+        except OSError:  # stderr is a closed pipe or a full disk
+            self.bar.disable = True
+
+    def save_is_due(self):
+        return time.perf_counter() >= self.save_at
+
+    def save(self, modules, **state):
+        """Write checkpoint.pt: counters and scores, and the states of the modules."""
+        for name, module in modules.items():
+            if hasattr(module, "state_dict"):
+                state[name] = module.state_dict()
+        state |= {"scores": list(self.scores), "seconds": self.seconds}
+        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
+        replace_file(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
-    def close(self):
-        self.progress.close()
-        print(f"metrics and checkpoint: {self.folder}")
+    def __exit__(self, *error):
+        """Undo what __init__ did, also when training ends with an exception."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        with suppress(OSError):
+            self.metrics.close()
+        with suppress(OSError):
+            self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+            shutil.rmtree(self.folder)
+        elif error == (None, None, None):
+            verb = "stopped" if self.interrupted else "finished"
+            say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+                say(f"    python {command} {self.folder}")
 
 
-def launch():
-    """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # where it was closed
+def launch(Args=Args, **parts):
+    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+    args = tyro.cli(Args)
+    if args.resume is not None:
+        try:
+            config = json.loads(Path(args.resume, "config.json").read_text())
+            if config["script"] != SCRIPT:
+                fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
+            defaults = Args(**config["args"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
+        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:
-        args = tyro.cli(Args)
-        if args.resume is not None:
-            args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
-        main(args)
-    except (OSError, wandb.Error) as error:  # a full disk, a closed pipe, no account
-        fail(str(error).partition("\n")[0], 1)
+        main(args, **parts)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a bug; but PyTorch says in this way, too, that memory is short
+        fail(f"{type(error).__name__}: {error}", 1)
 
 
 if __name__ == "__main__":

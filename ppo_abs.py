@@ -1,48 +1,66 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,<2.14", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
+# dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
 #     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
 """PPO with Adaptive Batch Scaling (ABS), on Atari, in one file.
 
-PPO [arXiv 1707.06347] learns a policy and its value from short rollouts: play L steps in E
-environments, learn from them in several epochs, start anew. Its objective is clipped where the
-policy has moved too far from the one that acted. ABS [arXiv 2605.21557] lets L follow the policy.
-Every K-th iteration copies the network to θ_old before it updates θ, and then measures in a sample
-B_ref of its states how far the policy has moved: for PPO by the KL divergence δ. A volatile policy
-gets short rollouts and small batches, a stable one long rollouts and large batches:
+PPO [arXiv 1707.06347] learns a policy π and its value V. It plays L steps in E environments, learns
+from them in several epochs, throws them away and starts again. Its loss is clipped, so that an
+update does not carry the policy far from the one that played.
+
+ABS [arXiv 2605.21557] adapts the rollout length L to the policy. In every K-th iteration it keeps
+a copy θ_old of the network from before the update. After the update it draws a sample B_ref of M
+states from the rollout, and measures how far the policy has moved in them. For PPO, the measure is
+the mean KL divergence δ. A policy that moves far gets short rollouts, and with them small batches.
+A stable policy gets long rollouts and large batches:
 
     δ   = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    s_i ~ B_ref
-    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
+    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)        0: stable, 1: volatile
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L',       L = round(L_adapt),       batch |B| = E L
+    L_adapt ← (1 - β) L_adapt + β L'                  smooths L; it starts at 128, with β = 0.1
+    L = round(L_adapt),    batch |B| = E L
 
-The Behavioural Divergence of pqn_abs.py, the share of states whose most likely action has changed,
-is logged beside it. What turns PPO into PPO with ABS is marked "ABS". For an environment or a
-network of your own, replace make_envs or ActorCritic.
+Each rollout is split into a fixed number of mini-batches. So a longer rollout means larger
+mini-batches, and fewer gradient steps per environment step. The main lines that only ABS needs are
+marked "ABS". What drives L for Q-learning is logged, too: the Behavioral Divergence (BD), which is
+the share of the M states whose most likely action has changed.
 
-One GPU or a laptop:             python ppo_abs.py --env-id BreakoutNoFrameskip-v4
-A first impression on a laptop:  python ppo_abs.py --adapt-frequency 3 --total-timesteps 300000
-Plain PPO, L = 128 throughout:   python ppo_abs.py --no-adapt-rollout
-After Ctrl-C or a crash:         python ppo_abs.py --resume runs/...
+The paper has no numbers for PPO. L_min and L_max are half and twice the usual 128 steps, as they
+are for PQN. δ_min and δ_max are the 5% and 95% quantiles of δ in plain PPO on four games. PPO's
+learning rate falls to 0, and δ with it: at the end, L grows whatever the policy does.
+
+One GPU or a laptop:
+    python ppo_abs.py --env-id BreakoutNoFrameskip-v4
+A first impression on a laptop, with one thread, because two would wait for each other whenever
+something else runs:
+    OMP_NUM_THREADS=1 python ppo_abs.py --adapt-frequency 3 --total-timesteps 300000
+Plain PPO, with L = 128 throughout:
+    python ppo_abs.py --no-adapt-rollout
+Continue a run after Ctrl-C or a crash:
+    python ppo_abs.py --resume runs/...
+Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
+launch(), as the files in examples/ do with pqn_abs.py.
 """
 
 import copy
-import csv
 import json
 import math
+import multiprocessing
 import os
+import platform
+import random
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: its idle threads soon free cores
 
 import ale_py
 import gymnasium
@@ -51,69 +69,82 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-import wandb
 from ale_py.vector_env import AtariVectorEnv
+from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode
 from tqdm import tqdm
+
+try:
+    import fcntl  # for a lock on the run's folder
+except ImportError:  # on Windows
+    fcntl = None
 
 
 @dataclass
 class Args:
-    """PPO with Adaptive Batch Scaling. Defaults are usual on Atari; in brackets, symbols."""
+    """PPO with Adaptive Batch Scaling. Defaults are PPO's usual ones; symbols are in brackets."""
 
-    env_id: str = "BreakoutNoFrameskip-v4"  # ...NoFrameskip-v4 (no sticky actions) or ALE/...-v5
+    env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
     total_timesteps: int = 10_000_000  # [T_total] environment steps, of 4 frames each
     num_envs: int = 8  # [E] environments in parallel
-    learning_rate: float = 2.5e-4  # of Adam at the start; falls linearly to 0 at total_timesteps
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # [γ] discount
-    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 Monte Carlo
-    num_minibatches: int = 4  # mini-batches an epoch; their number is fixed, their size follows L
+    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 is Monte Carlo
+    num_minibatches: int = 4  # mini-batches per epoch
     update_epochs: int = 4  # [N_epochs] passes over each rollout
-    clip_coef: float = 0.1  # [ε] probability ratios are clipped to 1 ± ε, changes of values to ± ε
+    clip_coef: float = 0.1  # [ε] ratios are clipped to 1 ± ε, and changes of V to ± ε
     ent_coef: float = 0.01  # [c_e] weight of the entropy bonus
     vf_coef: float = 0.5  # [c_v] weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
-    episodic_life: bool = True  # a lost life ends an episode, and FIRE follows; scores count games
+    episodic_life: bool = True  # a lost life ends the learner's episode; the game goes on
 
-    adapt_rollout: bool = True  # let L follow the KL; --no-adapt-rollout: plain PPO, L = num_steps
+    adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PPO with L = num_steps
     num_steps: int = 128  # [L] steps in each environment in the first rollout
-    rollout_min: int = 64  # [L_min] rollout of a volatile policy; half of num_steps, as in PQN
-    rollout_max: int = 256  # [L_max] rollout of a stable policy; twice num_steps, as in PQN
-    adapt_frequency: int = 50  # [K] iterations from one measurement of the KL to the next
-    delta_min: float = 1e-4  # [δ_min] KL at and below which the policy counts as stable
-    delta_max: float = 3.5e-3  # [δ_max] KL at and above which it counts as volatile; both measured
-    beta: float = 0.1  # [β] smoothing of L_adapt; from ABS's own code, not in the paper
-    reference_states: int = 2048  # [M] size of B_ref, at most the batch; from ABS's own code
-    divergence_window: int = 1  # measurements whose mean L follows; ABS's own code: 20
-    burn_in: int = 0  # measurement with which L begins to move; ABS's own code: 10
-    scale_epochs: bool = False  # max(N_epochs, N_epochs · L // base_steps) passes, as in that code
-    base_steps: int = 128  # L above which --scale-epochs adds passes
+    rollout_min: int = 64  # [L_min] rollout length of a volatile policy
+    rollout_max: int = 256  # [L_max] rollout length of a stable policy
+    adapt_frequency: int = 50  # [K] measure the KL divergence in every K-th iteration
+    delta_min: float = 1e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
+    delta_max: float = 3.5e-3  # [δ_max] at this KL divergence or more, it counts as volatile
+    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, from its author's code
+    reference_states: int = 2048  # [M] states in B_ref; not in the paper, from its author's code
+    scale_epochs: bool = False  # more epochs where L > 128: N_epochs * L // 128
 
-    device: str = "auto"  # auto (CUDA where there is one, else the CPU), cpu, cuda:1, mps, ...
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of all layers but the last
-    runs_dir: str = "runs"  # where the run's folder is made
-    run_name: str | None = None  # its name; by default game, script, seed and time
-    checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
-    resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
-    track: bool = False  # send the metrics to Weights & Biases too (project: $WANDB_PROJECT)
+    device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of all layers but the last; auto is bfloat16 where the hardware has it"""
+    runs_dir: str = "runs"  # the run's folder is created in here
+    run_name: str | None = None  # the folder's name; by default game, script, seed and time
+    checkpoint_every: float = 300.0  # seconds between checkpoints
+    resume: str | None = None  # continue the run in this folder; its arguments become the defaults
+    track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights, by default with the gain for ReLU, and zero biases."""
+    """Orthogonal weights and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
+class PixelConv(nn.Conv2d):
+    """A convolution of pixels / 255. Dividing the weights is less work than dividing the pixels."""
+
+    def forward(self, pixels):
+        return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
+
+
 class ActorCritic(nn.Module):
-    """Nature CNN: uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,)."""
+    """uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,): Nature CNN.
+
+    A network of your own may return bfloat16 under autocast: main casts what it gets to float32.
+    """
 
     def __init__(self, envs):
         super().__init__()
-        num_actions = int(envs.single_action_space.n)
-        self.conv1 = layer_init(nn.Conv2d(4, 32, 8, stride=4))
         self.body = nn.Sequential(
+            layer_init(PixelConv(4, 32, 8, stride=4)),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -123,47 +154,49 @@ class ActorCritic(nn.Module):
             layer_init(nn.Linear(7 * 7 * 64, 512)),
             nn.ReLU(),
         )
+        num_actions = int(envs.single_action_space.n)
         self.actor = layer_init(nn.Linear(512, num_actions), 0.01)  # π starts nearly uniform
         self.critic = layer_init(nn.Linear(512, 1), 1.0)
+        # Images in the order N, H, W, C make learning 1.4 times as fast on a CPU, in float32.
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 holds 0 to 255 exactly. Dividing the weights by 255 is less work than the pixels.
-        x = frames.bfloat16().contiguous(memory_format=torch.channels_last)
-        if not torch.is_autocast_enabled(x.device.type):
-            x = x.float()
-        x = F.conv2d(x, self.conv1.weight / 255, self.conv1.bias, self.conv1.stride)
-        x = self.body(x)
-        # The ratio of two nearly equal policies would drown in bfloat16's rounding.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, cast to it at once, not by float32.
+        is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        x = self.body(frames.to(dtype, memory_format=torch.channels_last))
+        # An update changes probabilities by a few percent. In bfloat16, much of that would be lost.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
-            values = self.critic(x).squeeze(1)
-            return self.actor(x), values
+            return self.actor(x), self.critic(x).squeeze(1)
 
 
 def make_envs(args: Args):
-    """args.num_envs copies of an Atari game, as Gymnasium's registry describes it, as one vector.
+    """A vector of args.num_envs copies of an Atari game.
 
-    Observations are uint8 (E, 4, 84, 84), the last 4 grey frames; a step is 4 frames, the last two
-    max-pooled; rewards are score points, of which learning sees the sign. An episode starts with
-    FIRE and 0 to 28 no-ops, and is cut off after 108,000 frames.
+    Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
+    the last two of them are max-pooled. Rewards are score points. As usual for AtariVectorEnv, an
+    episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
 
-    Your own may be any Gymnasium VectorEnv with discrete actions and same-step autoreset: where an
-    episode ends, step() gives the next one's first observation, and the last observation of the
-    ended one in info["final_obs"]. For --episodic-life it terminates at lost lives without a reset,
-    tells info["lives"], and has an attribute fire_action.
+    Your own make_envs may return any Gymnasium VectorEnv that has
+    - a Discrete action space,
+    - same-step autoreset: where an episode ends, step() returns the next one's first observation,
+      and info["final_obs"] holds the last observation of the one that ended.
+    Only --episodic-life needs more: a lost life is "terminated" but does not reset the game,
+    info["lives"] counts the lives, and fire_action is the action that goes on after a lost one.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
-    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):  # at random from 2 to 4
+    # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
+    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
         fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
-    print(f"loading {args.num_envs} x {args.env_id}")  # takes a core about 0.2 s for each
+    say(f"loading {args.num_envs} x {args.env_id}")  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
         args.num_envs,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
-        life_loss_info=args.episodic_life,  # a lost life is "terminated", and the game goes on
+        life_loss_info=args.episodic_life,
         reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
@@ -172,60 +205,145 @@ def make_envs(args: Args):
     return envs
 
 
+def check_envs(args, envs):
+    """Refuse environments that main cannot train on."""
+    space = envs.single_action_space
+    if not isinstance(space, Discrete) or space.n < 2:
+        fail(f"--env-id {args.env_id}: needs a Discrete action space of 2 or more, not {space}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
+    if envs.num_envs != args.num_envs:
+        fail(f"make_envs returned {envs.num_envs} environments instead of {args.num_envs}")
+
+
+def check_policy(args, envs, outputs):
+    """Refuse a network that does not return logits (E, A) and values (E,)."""
+    expected = [(args.num_envs, int(envs.single_action_space.n)), (args.num_envs,)]
+    shapes = [tuple(output.shape) for output in outputs]
+    if shapes != expected:
+        fail(f"the network must return logits and values of shapes {expected}, not {shapes}")
+
+
+def reset(args, envs, seed, device):
+    """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
+    sub_envs = getattr(envs.unwrapped, "envs", [])
+    for i, env in enumerate([envs, *sub_envs]):  # they may call their spaces' sample()
+        for name in ("action", "observation", "single_action", "single_observation"):
+            if hasattr(env, f"{name}_space"):
+                getattr(env, f"{name}_space").seed(seed + i)
+    obs, info = envs.reset(seed=seed)
+    if not isinstance(obs, np.ndarray):
+        fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
+    if args.episodic_life and "lives" not in info:
+        fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
+    lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
+    return torch.tensor(np.ascontiguousarray(obs), device=device), lives
+
+
+def step(envs, actions):
+    """Act in all environments; actions (E,) are int64 and count from 0. Returns
+
+    - next_obs: the next observations (E, ...), a tensor on the actions' device
+    - rewards, terminated, truncated: NumPy arrays (E,)
+    - last_obs: the last observations (n, ...) of the n truncated episodes, a tensor
+    - info: what else the environments say
+
+    All but info are copies, because environments may write into their arrays again.
+    """
+    first_action = envs.single_action_space.start
+    obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
+    next_obs = torch.tensor(np.ascontiguousarray(obs), device=actions.device)
+    if next_obs.is_floating_point() and not next_obs.isfinite().all():
+        fail("an environment returned an observation that is not finite", status=1)
+    terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
+    last_obs = next_obs[:0]  # empty, unless an episode is truncated
+    if truncated.any():
+        last_obs = np.stack(info["final_obs"][truncated])
+        last_obs = torch.tensor(last_obs, dtype=next_obs.dtype, device=actions.device)
+    return next_obs, np.array(rewards, float), terminated, truncated, last_obs, info
+
+
+def with_fire(envs, actions, lost_life):
+    """The actions (E,), but FIRE where a life was just lost: Breakout, for one, waits for it."""
+    if not lost_life.any():
+        return actions
+    return torch.where(torch.tensor(lost_life, device=actions.device), envs.fire_action, actions)
+
+
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalised advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
+    """Generalized advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}) of the state that truly followed, in the same episode. Where the
-    rollout ends or a time limit cuts the episode (truncated) there is no A_{t+1}, and this value
-    stands in for all that follows.
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. Where that was
+    truncated, it is not values[t + 1], which is of the next episode's first state. At the end of
+    the rollout and of a truncated episode, next_values[t] stands for all that follows. Where the
+    episode terminated, it is ignored.
     """
-    targets = rewards + gamma * ~terminated * next_values
-    deltas = targets - values
+    deltas = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
-    advantage = torch.zeros_like(values[0])
+    next_advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * advantage
-        advantages[t] = advantage
+        next_advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * next_advantage
+        advantages[t] = next_advantage
     return advantages
 
 
-def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
-    """PPO's loss of the policy, to be minimised, of each sample. All are (N,), the result too.
+def normalize(advantages):
+    """Advantages (N,) of a mini-batch, shifted and scaled to mean 0 and standard deviation 1."""
+    # With correction=1, a mini-batch of one sample would be NaN.
+    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
-    ρ = π_θ(a|s) / π_θold(a|s),   L^CLIP = min( ρ A, clip(ρ, 1 - ε, 1 + ε) A ),   loss = -L^CLIP
+
+def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
+    """PPO's policy loss of each sample. All are (N,), the result too.
+
+    ρ = π_θ(a|s) / π_θold(a|s),    loss = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
     """
     ratios = (log_probs - old_log_probs).exp()
-    objective = ratios * advantages
-    clipped_objective = ratios.clamp(1 - clip_coef, 1 + clip_coef) * advantages
-    return -torch.minimum(objective, clipped_objective)
+    clipped_ratios = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.minimum(ratios * advantages, clipped_ratios * advantages)
 
 
 def clipped_value_loss(values, old_values, returns, clip_coef):
-    """½ max( (V - R)², (clip(V, V_old ± ε) - R)² ) of each sample. All are (N,), the result too."""
+    """PPO's value loss of each sample, with V clipped to V_old ± ε. All are (N,), the result too.
+
+    loss = 1/2 max( (V - R)², (V_old + clip(V - V_old, -ε, ε) - R)² )
+    """
     clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
     errors = (values - returns).square()
     clipped_errors = (clipped_values - returns).square()
     return 0.5 * torch.maximum(errors, clipped_errors)
 
 
+def policy_and_value(network, states):
+    """An ActorCritic's log π(·|s) (N, A) and V(s) (N,) in the states (N, ...), in float32."""
+    logits, values = network(states)
+    log_pi = logits.float().log_softmax(-1)
+    return log_pi, values.float()
+
+
+def log_prob_of(log_pi, actions):
+    """log π(a|s) (N,) of the actions (N,), taken from log π(·|s) (N, A)."""
+    return log_pi.gather(1, actions[:, None]).squeeze(1)
+
+
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), in nats: log-probabilities (N, A) -> (N,)."""
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), from log-probabilities (N, A); it is (N,)."""
     log_ratios = log_p - log_q
     return (log_p.exp() * log_ratios).sum(-1)
 
 
 @torch.no_grad()
 def mean_kl_divergence(network, old_network, states) -> float:
-    """How far two networks' policies lie apart in the states (M, ...), in nats [ABS].
+    """How far apart two networks' policies are in the states (M, ...) [ABS].
 
-    δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),   π_θ(·|s) = softmax(network(s))
+    δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    π_θ(·|s) = softmax(network(s))
 
-    The paper does not give the direction. This one weighs the actions as the policy did that
-    collected them; ABS's own code, on MuJoCo, has the other one.
+    The paper does not give the direction. Here, each action counts as often as the policy that
+    played takes it. The code of ABS's author, which is for MuJoCo, has the other direction.
     """
     log_pi = network(states).float().log_softmax(-1)
     old_log_pi = old_network(states).float().log_softmax(-1)
@@ -237,22 +355,28 @@ def behavioral_divergence(network, old_network, states) -> float:
     """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
+
+    Raises ValueError unless network(states) has one score per action, (M, A) with A > 1: you may
+    have pasted this function where the network returns something else.
     """
-    changed = network(states).argmax(-1) != old_network(states).argmax(-1)
+    scores = network(states)
+    if scores.dim() != 2 or scores.shape[1] < 2:
+        raise ValueError(f"pass networks that return (M, A) scores, not {tuple(scores.shape)}")
+    changed = scores.argmax(1) != old_network(states).argmax(1)
     return changed.float().mean().item()
 
 
 def rollout_length(
     divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
 ) -> float:
-    """The next L_adapt, a real number of steps, from δ_π and the last L_adapt [ABS, Eq. 4].
+    """The next L_adapt, a real number of steps, from δ_π and the current L_adapt [ABS, Eq. 4].
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
-    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
+    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
+    never change L_adapt. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -262,136 +386,155 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
-def evaluate(network, states):
-    """log π(·|s) (N, A) and V(s) (N,), both float32 whatever the network computes in."""
-    logits, values = network(states)
-    log_pi = logits.float().log_softmax(-1)
-    return log_pi, values.float()
+def policy_divergences(network, old_network, states):
+    """KL divergence and BD of two ActorCritics in the states (M, ...)."""
+
+    def policy(states):
+        return network(states)[0]
+
+    def old_policy(states):
+        return old_network(states)[0]
+
+    kl = mean_kl_divergence(policy, old_policy, states)
+    return kl, behavioral_divergence(policy, old_policy, states)
 
 
-def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), from log π(·|s) (N, A)."""
-    return log_pi.gather(1, actions[:, None]).squeeze(1)
+def pick_device(args):
+    """The device, and whether all layers but the last compute in bfloat16 there."""
+    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # PyTorch has many ways to say that there is no such device
+        fail(f"--device {name}: {error}")
+    bfloat16 = args.precision == "bfloat16"
+    if args.precision == "auto":  # only where the hardware multiplies bfloat16
+        cpu = torch.cpu.get_capabilities()
+        bfloat16 = device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+        if device.type == "cuda":
+            bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return device, bfloat16
 
 
-def policy_of(network):
-    """The half of an ActorCritic that acts: a function from states (N, ...) to logits (N, A)."""
-    return lambda states: network(states)[0]
+def seed_all(seed, iteration) -> int:
+    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
 
 
-def main(args: Args) -> Path:
-    """Train; returns the run's folder."""
-    check(args)
+def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=rollout_length) -> Path:
+    """Train, and return the run's folder. Pass your own make_envs, network or rollout_length."""
+    check_args(args)
+    folder = run_folder(args)
     device, bfloat16 = pick_device(args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    torch.manual_seed(fresh_seed(args.seed, 0))
+    seed_all(args.seed, 0)
     envs = make_envs(args)
+    check_envs(args, envs)
     num_envs = args.num_envs
-    network = ActorCritic(envs).to(device)
-    old_network = copy.deepcopy(network)  # ABS: θ_old
-    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # lr: below
-    saved = load_checkpoint(args, network=network, optimizer=optimizer)  # {} in a new run
+    network = ActorCritic(envs).to(device).eval()  # networks with dropout act without it
+    old_network = copy.deepcopy(network)  # ABS: θ_old, filled in the loop
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # the loop sets its lr
+    modules = {"network": network, "optimizer": optimizer, "rollout_length": rollout_length}
+    saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
-    divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
-    first_obs, info = envs.reset(seed=fresh_seed(args.seed, iteration))
-    next_obs = torch.from_numpy(first_obs).to(device)
-    lives = info.get("lives")  # for --episodic-life
-    lost_life = np.zeros(num_envs, bool)
-    check_promises(args, envs, info, network(next_obs))
-    run = Run(args, device, bfloat16, saved)
+    seed = seed_all(args.seed, iteration)  # a resumed run starts new games
+    next_obs, lives = reset(args, envs, seed, device)
+    lost_life = np.zeros(num_envs, bool)  # for --episodic-life
+    check_policy(args, envs, network(next_obs))
+    with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
+        done = global_step >= args.total_timesteps
+        while not done:
+            iteration += 1
+            # Seed each iteration anew, so that a resumed run needs no saved generator states.
+            seed_all(args.seed, iteration)
+            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
+            batch_size = length * num_envs
+            # The KL spans the updates of this one iteration. K only sets how often it is measured.
+            is_measured = iteration % args.adapt_frequency == 0  # ABS
+            if is_measured:
+                old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
+            optimizer.param_groups[0]["lr"] = args.learning_rate
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] *= 1 - global_step / args.total_timesteps
 
-    while global_step < args.total_timesteps and not run.stopped:
-        iteration += 1
-        # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
-        torch.manual_seed(fresh_seed(args.seed, iteration))
-        length = round(adaptive_length)  # ABS: L
-        batch_size = length * num_envs
-        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        # K counts iterations: the KL compares the policies before and after a K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0  # ABS
-        if measure:
-            old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
+            # 1. Collect L steps in each of the E environments, with actions drawn from π_θ.
+            obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
+            actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
+            log_probs = torch.zeros((length, num_envs), device=device)  # log π_θ(a_t|s_t)
+            rewards = torch.zeros_like(log_probs)
+            terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
+            truncated = torch.zeros_like(terminated)
+            values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), t = 0..L
+            last_values = torch.zeros_like(rewards)  # of the last states of truncated episodes
+            with torch.no_grad(), autocast:
+                for t in range(length):
+                    obs[t] = next_obs
+                    log_pi, values[t] = policy_and_value(network, next_obs)
+                    actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
+                    log_probs[t] = log_prob_of(log_pi, actions[t])
+                    pressed = with_fire(envs, actions[t], lost_life)  # learning is of actions[t]
+                    next_obs, reward, terminal, timeout, last_obs, info = step(envs, pressed)
+                    rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
+                    terminated[t] = torch.tensor(terminal)
+                    truncated[t] = torch.tensor(timeout)
+                    if timeout.any():
+                        last_values[t, truncated[t]] = policy_and_value(network, last_obs)[1]
+                    if args.episodic_life:  # after the last life, info has the next game's lives
+                        lost_life = terminal & (info["lives"] < lives)
+                        lives = np.array(info["lives"])
+                    run.add_rewards(reward, (terminal | timeout) & ~lost_life)
+                    global_step += num_envs
+                values[length] = policy_and_value(network, next_obs)[1]
 
-        # 1. Collect L_adapt steps in each of the E environments, with actions drawn from π_θ.
-        obs = next_obs.new_zeros((length, *next_obs.shape))  # as they come: uint8 on Atari
-        actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
-        values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), up to t = L
-        log_probs, final_values, rewards = torch.zeros((3, length, num_envs), device=device)
-        terminated, truncated = torch.zeros((2, length, num_envs), dtype=torch.bool, device=device)
-        with torch.no_grad(), autocast:
-            for t in range(length):
-                obs[t] = next_obs
-                log_pi, values[t] = evaluate(network, next_obs)
-                actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
-                log_probs[t] = log_prob_of(log_pi, actions[t])
-                pressed = actions[t].numpy(force=True)
-                if lost_life.any():  # the policy learns from its own choice all the same
-                    pressed = np.where(lost_life, envs.fire_action, pressed)
-                frames, reward, ended, cut, info = envs.step(pressed)
-                next_obs = torch.from_numpy(frames).to(device)
-                rewards[t] = torch.from_numpy(np.sign(reward))
-                terminated[t] = torch.from_numpy(ended)
-                truncated[t] = torch.from_numpy(cut)
-                if cut.any():  # the advantage needs the cut episode's own last observation
-                    final_obs = np.stack(info["final_obs"][cut])
-                    final_obs = torch.from_numpy(final_obs).to(device)
-                    final_values[t, truncated[t]] = evaluate(network, final_obs)[1]
-                if args.episodic_life:  # with fewer lives the game goes on, else this is a new one
-                    lost_life = ended & (info["lives"] < lives)
-                    lives = info["lives"]
-                global_step += num_envs
-                run.count_episodes(global_step, reward, (ended | cut) & ~lost_life)
-            values[length] = evaluate(network, next_obs)[1]
+            # 2. Update θ on PPO's loss: N_epochs passes in shuffled mini-batches.
+            next_values = torch.where(truncated, last_values, values[1:])
+            rollout = rewards, values[:-1], next_values, terminated, truncated
+            advantages = gae(*rollout, args.gamma, args.gae_lambda)
+            b_obs = obs.flatten(0, 1)
+            b_actions = actions.flatten()
+            b_log_probs = log_probs.flatten()
+            b_values = values[:-1].flatten()
+            b_advantages = advantages.flatten()
+            b_returns = b_advantages + b_values
+            epochs = args.update_epochs
+            if args.scale_epochs:
+                epochs = max(epochs, epochs * length // 128)
+            clip = args.clip_coef  # ε
+            network.train()
+            for _ in range(epochs):
+                shuffled = torch.randperm(batch_size, device=device)
+                for mb in shuffled.tensor_split(args.num_minibatches):  # a mini-batch's indices
+                    with autocast:
+                        log_pi, new_values = policy_and_value(network, b_obs[mb])
+                    new_log_probs = log_prob_of(log_pi, b_actions[mb])
+                    mb_advantages = normalize(b_advantages[mb])
+                    pg_loss = clipped_surrogate(new_log_probs, b_log_probs[mb], mb_advantages, clip)
+                    v_loss = clipped_value_loss(new_values, b_values[mb], b_returns[mb], clip)
+                    entropy = -(log_pi.exp() * log_pi).sum(1)  # H(π) = -Σ_a π(a|s) log π(a|s)
+                    loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
+                    optimizer.zero_grad()
+                    loss.mean().backward()
+                    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    updates += 1
+            network.eval()
 
-        # 2. Update θ by PPO's loss: N_epochs passes in shuffled mini-batches.
-        next_values = torch.where(truncated, final_values, values[1:])
-        advantages = gae(
-            rewards, values[:-1], next_values, terminated, truncated, args.gamma, args.gae_lambda
-        )
-        b_obs = obs.flatten(0, 1)
-        b_actions = actions.flatten()
-        b_log_probs = log_probs.flatten()
-        b_values, b_advantages = values[:-1].flatten(), advantages.flatten()
-        b_returns = b_advantages + b_values
-        epochs = args.update_epochs
-        if args.scale_epochs:
-            epochs = max(epochs, epochs * length // args.base_steps)
-        for _ in range(epochs):
-            shuffled = torch.randperm(batch_size, device=device)
-            for minibatch in shuffled.tensor_split(args.num_minibatches):
+            # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
+            kl = bd = None
+            if is_measured:
+                sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
                 with autocast:
-                    log_pi, value = evaluate(network, b_obs.index_select(0, minibatch))
-                log_prob = log_prob_of(log_pi, b_actions[minibatch])
-                old_log_prob, old_value = b_log_probs[minibatch], b_values[minibatch]
-                advantage, target = b_advantages[minibatch], b_returns[minibatch]
-                advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
-                policy_loss = clipped_surrogate(log_prob, old_log_prob, advantage, args.clip_coef)
-                value_loss = clipped_value_loss(value, old_value, target, args.clip_coef)
-                entropy = -(log_pi.exp() * log_pi).sum(-1)
-                loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-                optimizer.step()
-                updates += 1
-
-        # 3. ABS: measure how far the updates moved the policy, and let the next rollouts follow.
-        kl = divergence = None
-        if measure:
-            sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
-            policy = policy_of(network)
-            old_policy = policy_of(old_network)
-            with autocast:
-                kl = mean_kl_divergence(policy, old_policy, b_obs[sample])
-                divergence = behavioral_divergence(policy, old_policy, b_obs[sample])
-            divergences.append(kl)
-            if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
+                    kl, bd = policy_divergences(network, old_network, b_obs[sample])
                 adaptive_length = rollout_length(
-                    sum(divergences) / len(divergences),
+                    kl,
                     adaptive_length,
                     rollout_min=args.rollout_min,
                     rollout_max=args.rollout_max,
@@ -400,251 +543,285 @@ def main(args: Args) -> Path:
                     beta=args.beta,
                 )
 
-        # 4. Log and save. Losses are the last mini-batch's.
-        clipped = (log_prob - old_log_prob).expm1().abs() > args.clip_coef
-        row = {
-            "global_step": global_step,
-            "charts/updates": updates,
-            "charts/learning_rate": learning_rate,
-            "abs/rollout_length": length,
-            "abs/batch_size": batch_size,
-            "abs/kl_divergence": kl,
-            "abs/behavioral_divergence": divergence,
-            "losses/policy_loss": policy_loss.mean().item(),
-            "losses/value_loss": value_loss.mean().item(),
-            "losses/entropy": entropy.mean().item(),
-            "losses/clipfrac": clipped.float().mean().item(),
-            "losses/grad_norm": grad_norm.item(),
-        }
-        run.log(row)
-        run.save(
-            network=network.state_dict(),
-            optimizer=optimizer.state_dict(),
-            global_step=global_step,
-            iteration=iteration,
-            updates=updates,
-            adaptive_length=adaptive_length,
-            divergences=list(divergences),
-        )
-    envs.close()
-    run.close()
-    return run.folder
+            # 4. Log and save. The losses are those of the last mini-batch.
+            is_clipped = ((new_log_probs - b_log_probs[mb]).exp() - 1).abs() > clip
+            row = {
+                "global_step": global_step,
+                "charts/updates": updates,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                "abs/rollout_length": length,
+                "abs/batch_size": batch_size,
+                "abs/kl_divergence": kl,
+                "abs/behavioral_divergence": bd,
+                "losses/policy_loss": pg_loss.mean().item(),
+                "losses/value_loss": v_loss.mean().item(),
+                "losses/entropy": entropy.mean().item(),
+                "losses/clipfrac": is_clipped.float().mean().item(),
+                "losses/grad_norm": grad_norm.item(),
+            }
+            run.check_finite(network)
+            run.log(row)
+            done = global_step >= args.total_timesteps or run.interrupted
+            if done or run.save_is_due():
+                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
+                run.save(modules, adaptive_length=adaptive_length, **counters)
+    return folder
 
 
-# --- From here on: checks, files, signals, W&B. Nothing of it is about the algorithm. ---
+# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
-SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its own name here
+SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+
+
+def say(message):
+    """Print a line to stderr, above the progress bar."""
+    try:
+        tqdm.write(message, file=sys.stderr)
+    except OSError:  # a closed pipe or a full disk: training goes on
+        sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
-    tqdm.write(f"{SCRIPT}: {message}", file=sys.stderr)  # not into the progress bar
+    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
 
-def check(args):
-    """Refuse arguments that make no run, before any work starts."""
+def check_args(args):
+    """Refuse arguments that cannot work, before anything starts."""
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     limits = [
-        (1, math.inf, "total_timesteps num_envs update_epochs num_steps rollout_min"),
-        (1, math.inf, "adapt_frequency reference_states divergence_window base_steps"),
-        (0, math.inf, "seed burn_in"),
+        (0, 2**63, "seed"),
+        (1, 10**15, "total_timesteps"),
+        (1, 10**6, "num_envs num_steps rollout_min update_epochs"),
+        (args.rollout_min, 10**6, "rollout_max"),
+        (1, 10**9, "adapt_frequency reference_states"),
+        (1, args.num_envs * shortest, "num_minibatches"),
         (0, 1, "gamma gae_lambda beta"),
         (0, 1e9, "ent_coef vf_coef"),
         (1e-9, 1, "clip_coef"),
         (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),
-        (1, args.num_envs * shortest, "num_minibatches"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
-            if not low <= value <= high:  # as NaN is not, either
-                fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    if args.resume is None:
-        folder = run_folder(args)
-        if os.path.exists(folder):
-            fail(f"{folder} is there already: choose another --run-name, or --resume it")
-
-
-def pick_device(args):
-    """The device, and whether the network's body works in bfloat16 there."""
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except Exception as error:  # PyTorch says it in several ways
-        fail(f"--device {name}: {str(error).splitlines()[0]}")
-    if args.precision != "auto":
-        return device, args.precision == "bfloat16"
-    if device.type == "cuda":  # emulated, it would be slower than float32
-        return device, torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu":
-        return device, False
-    cpu = torch.cpu.get_capabilities()
-    return device, bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-
-
-def fresh_seed(seed, iteration):
-    """30 bits that differ with the run's seed and the iteration."""
-    return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
+            if not low <= value <= high:  # NaN is refused, too
+                option = name.replace("_", "-")
+                shown = str(value)[:20]  # somebody may type 400 digits
+                fail(f"--{option} {shown}: it must be from {low} to {high}")
 
 
 def run_folder(args):
-    """Where the run's files are, or are going to be."""
+    """The folder of --resume, or that of a new run, which must not exist yet."""
     if args.resume is not None:
-        return Path(args.resume.removesuffix("checkpoint.pt"))
-    game = args.env_id.replace("/", "-")
-    name = f"{game}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
-    return Path(args.runs_dir, args.run_name or name)
+        return Path(args.resume)
+    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
+    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+        fail(f"{folder} exists already: choose another --run-name, or --resume it")
+    return folder
 
 
-def load_checkpoint(args, **modules):
-    """The checkpoint of --resume, {} without; modules get their weights or optimiser state."""
+def load_checkpoint(args, folder, modules):
+    """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["args"].keys() != asdict(args).keys():
-            raise ValueError("it has other options")
-        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
-            checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
-        length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
-        checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
-        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(checkpoint[name])
-    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
-        reason = str(error).partition("\n")[0]
-        fail(f"--resume {args.resume}: no checkpoint of this version of {SCRIPT} ({reason})")
-    return checkpoint
+            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
+                module.load_state_dict(saved[name])
+        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        for parameter, state in modules["optimizer"].state.items():
+            for name in state.keys() - {"step"}:
+                state[name] = torch.empty_like(parameter).copy_(state[name])
+    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+        fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
+    return saved
 
 
-def check_promises(args, envs, info, outputs):
-    """Do what make_envs and the network class return keep their promises?"""
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
-    shapes = [tuple(output.shape) for output in outputs]
-    num_actions = envs.single_action_space.n
-    if shapes != [(args.num_envs, num_actions), (args.num_envs,)]:
-        fail("the network must give logits (num_envs, actions) and values (num_envs,)")
-    if args.episodic_life and "lives" not in info:
-        fail(f"--episodic-life: {args.env_id} does not tell lives; take --no-episodic-life")
+def provenance() -> dict:
+    """The versions of Python and the packages, and this file's git commit, if it has one."""
+    found = {"python": platform.python_version(), "commit": None}
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+        found[name] = getattr(sys.modules.get(name), "__version__", None)
+    # The whole commit, and "-dirty" if files were changed since.
+    git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
+    with suppress(OSError):  # git may not be installed
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["commit"] = done.stdout.strip() or None
+    return found
 
 
-class Run:
-    """A run's folder with its four files, the progress bar, W&B, and the signals that end it."""
+def replace_file(path, write):
+    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
 
-    def __init__(self, args, device, bfloat16, saved):
+
+class Run(AbstractContextManager):
+    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
+
+    def __init__(self, args, folder, device, bfloat16, saved):
         self.args = args
-        self.interrupted = self.stopped = False
+        self.folder = folder
+        self.interrupted = False  # by Ctrl-C, SIGTERM or SIGHUP
         self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
-        self.score = np.zeros(args.num_envs)  # of the episodes under way
-        self.steps = np.zeros(args.num_envs, int)
+        self.score = 0.0  # of the episodes in progress: (E,) after the first step
+        self.step = saved.get("global_step", 0)
         self.seconds = saved.get("seconds", 0.0)
-        self.folder = run_folder(args)
+        config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
+        config |= {"device": str(device), "bfloat16": bfloat16}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            folder.mkdir(parents=True, exist_ok=args.resume is not None)
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
         except OSError as error:
-            fail(f"{self.folder}: {error.strerror}; choose another --runs-dir or --run-name")
-        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
-        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
-        if saved:  # rows that came after the checkpoint are going to be written again
-            self.metrics.truncate(min(saved["metrics_size"], self.metrics.tell()))
-            self.episodes.truncate(min(saved["episodes_size"], self.episodes.tell()))
-        if self.episodes.tell() == 0:
-            self.episodes.write("global_step,episodic_return,episodic_length\n")
+            fail(error)
+        try:
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work on {folder}")
+        except (AttributeError, OSError):  # Windows, or a file system that has no locks
+            pass
+        self.wandb = None
+        self.wandb_id = saved.get("wandb_id")
         if args.track:
-            name = self.folder.name
-            wandb.init(name=name, id=name, resume="allow", config=config)
-        done = saved.get("global_step", 0)
-        self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
-        self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+            try:
+                import wandb
+
+                names = {"name": folder.resolve().name, "id": self.wandb_id}
+                self.wandb = wandb.init(**names, resume="allow", config=config)
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+            except Exception as error:  # no such package, no login, a forbidden name
+                if not saved:
+                    shutil.rmtree(folder)
+                fail(f"--track: {error}")
+        text = json.dumps(config, indent=2) + "\n"
+        replace_file(folder / "config.json", lambda path: path.write_text(text))
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
+        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
+        # With a delay, nothing is drawn here, where an error would still end the run.
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+            with suppress(AttributeError, OSError):
+                os.setpgid(worker.pid, 0)
+        self.handlers = {}  # those that __exit__ puts back
+        if threading.current_thread() is threading.main_thread():  # others may set none
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                    self.handlers[number] = signal.signal(number, self.interrupt)
+        self.shown = "no iteration was left to do"
         self.row_at = time.perf_counter()
-        self.save_at = 0.0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-            if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
-                signal.signal(signum, self.interrupt)
+        self.save_at = 0.0  # at the first iteration's end
 
-    def interrupt(self, signum, frame):
-        """Let the iteration finish; a second Ctrl-C ends at once."""
+    def interrupt(self, number, frame):
         self.interrupted = True
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
+        with suppress(OSError):
+            os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
-    def count_episodes(self, global_step, reward, ended):
-        """Add a step's rewards (E,) to the scores, and write those of the episodes that ended."""
-        self.score += reward
-        self.steps += 1
-        for score, steps in zip(self.score[ended], self.steps[ended], strict=True):
-            self.scores.append(float(score))
-            self.episodes.write(f"{global_step},{score},{steps}\n")
-        self.score[ended] = 0
-        self.steps[ended] = 0
+    def add_rewards(self, reward, game_over):
+        """Add a step's rewards (E,) to the scores; the mean of the last 100 is shown and logged."""
+        self.score = self.score + reward
+        self.scores.extend(self.score[game_over].tolist())
+        self.score[game_over] = 0
+
+    def check_finite(self, network):
+        """End the run, and keep its last checkpoint, if learning has failed."""
+        for name, weights in network.state_dict().items():
+            if not weights.isfinite().all():
+                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
 
     def log(self, row):
-        """Write, show and send an iteration's numbers, with its time and the mean score."""
+        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
         now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
         row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
         self.row_at = now
-        table = csv.DictWriter(self.metrics, row, lineterminator="\n")
         if self.metrics.tell() == 0:
-            table.writeheader()
-        table.writerow(row)
-        if self.args.track:
-            sent = {name: value for name, value in row.items() if value is not None}
-            wandb.log(sent, step=row["global_step"])
-        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
-        self.progress.set_postfix(shown, refresh=False)
-        self.progress.update(row["abs/batch_size"])
-
-    def save(self, **state):
-        """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
-        for name, weights in state["network"].items():
-            if not weights.isfinite().all():
-                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
-        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.perf_counter() < self.save_at:
-            return
-        state["args"] = asdict(self.args)
-        state["scores"] = list(self.scores)
-        state["seconds"] = self.seconds
-        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
-        state["episodes_size"] = self.episodes.seek(0, os.SEEK_END)
+            self.metrics.write(",".join(row) + "\n")
+        cells = ["" if value is None else str(value) for value in row.values()]
+        self.metrics.write(",".join(cells) + "\n")
+        if self.wandb:
+            self.wandb.log({name: value for name, value in row.items() if value is not None})
+        self.step = row["global_step"]
+        score = f"return {np.mean(self.scores):.4g}" if self.scores else "no episode yet"
+        self.shown = f"{score}, L {row['abs/rollout_length']}"
         try:
-            torch.save(state, self.folder / "checkpoint.tmp")
-            os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
-            fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
+            self.bar.set_postfix_str(self.shown, refresh=False)
+            self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
+        except OSError:  # stderr is a closed pipe or a full disk
+            self.bar.disable = True
+
+    def save_is_due(self):
+        return time.perf_counter() >= self.save_at
+
+    def save(self, modules, **state):
+        """Write checkpoint.pt: counters and scores, and the states of the modules."""
+        for name, module in modules.items():
+            if hasattr(module, "state_dict"):
+                state[name] = module.state_dict()
+        state |= {"scores": list(self.scores), "seconds": self.seconds}
+        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
+        replace_file(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
-    def close(self):
-        self.progress.close()
-        print(f"metrics and checkpoint: {self.folder}")
+    def __exit__(self, *error):
+        """Undo what __init__ did, also when training ends with an exception."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        with suppress(OSError):
+            self.metrics.close()
+        with suppress(OSError):
+            self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+            shutil.rmtree(self.folder)
+        elif error == (None, None, None):
+            verb = "stopped" if self.interrupted else "finished"
+            say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+                say(f"    python {command} {self.folder}")
 
 
-def launch():
-    """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # where it was closed
+def launch(Args=Args, **parts):
+    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+    args = tyro.cli(Args)
+    if args.resume is not None:
+        try:
+            config = json.loads(Path(args.resume, "config.json").read_text())
+            if config["script"] != SCRIPT:
+                fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
+            defaults = Args(**config["args"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
+        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:
-        args = tyro.cli(Args)
-        if args.resume is not None:
-            args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
-        main(args)
-    except (OSError, wandb.Error) as error:  # a full disk, a closed pipe, no account
-        fail(str(error).partition("\n")[0], 1)
+        main(args, **parts)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a bug; but PyTorch says in this way, too, that memory is short
+        fail(f"{type(error).__name__}: {error}", 1)
 
 
 if __name__ == "__main__":
