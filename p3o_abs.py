@@ -3,44 +3,57 @@
 # dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
 #     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
-"""P3O, whose batch sets its own trust region, with Adaptive Batch Scaling (ABS), on Atari.
+"""P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its trust region.
 
-P3O [arXiv 2605.12380] is a policy gradient without a clip range. It learns from data that another
-policy π_b collected: the policy at the start of the iteration, or with --replay-rollouts that of an
-earlier one. The ratios ρ of the two policies tell what such data is worth. From the N samples of a
-mini-batch comes their effective sample size e_B, a share between 1/N and 1:
+P3O [arXiv 2605.12380] is a policy gradient without a clip range. It learns a policy π_θ from data
+that an older policy π_b has collected, in this rollout or, with --replay-rollouts, in earlier ones.
+How much that data is worth shows in the ratios ρ of the two policies. For each mini-batch of N
+samples, P3O computes the effective sample size N e_B: as many samples of π_θ itself would be worth
+as much. e_B enters the loss twice:
 
     ρ_i = π_θ(a_i|s_i) / π_b(a_i|s_i)
-    e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²)
-    L   = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) KL( π_θ ‖ π_b )
+    e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²)                 1: all ratios are equal, 1/N: one outweighs all
+    L   = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-sg stops the gradient. If the policies agree, all ρ are 1 and e_B = 1: the loss is the plain policy
-gradient. If they differ, a few large ρ dominate the sum and e_B falls. Then the cap e_B keeps those
-few from dominating, and the weight 1 - e_B of the KL divergence pulls π_θ back towards π_b. So the
-data decides how far it is trusted, without a new hyperparameter. A sample above the cap keeps a
-gradient. PPO's clip would leave it none.
+sg stops the gradient: the weights min(ρ_i, e_B) count as plain numbers.
+- Why the cap is e_B: capped weights add up to N e_B at most. So a mini-batch never counts for more
+  samples than it is worth, and a single large ratio cannot outweigh the others.
+- Why the pull to π_b has weight 1 - e_B: this is the share of the mini-batch that is lost. The less
+  the data says about π_θ, the more the update returns to π_b, about which the data says all.
+While the two policies are equal, e_B is 1, and L is the plain policy gradient. A capped sample
+keeps a gradient, where PPO's clip leaves none. And nothing of this has to be tuned.
 
---adapt-rollout adds ABS [arXiv 2605.21557], which nobody has published for P3O. In every K-th
-iteration it keeps a copy θ_old of the network from before the update. After the update it draws a
-sample B_ref of M states from the rollout, measures how far the policy has moved, and adapts the
-rollout length L:
+ABS [arXiv 2605.21557] adapts the rollout length L to the policy. It is off unless --adapt-rollout
+is given, because nobody has published P3O with ABS. In every K-th iteration it keeps a copy θ_old
+of the network from before the update. After the update it draws a sample B_ref of M states from
+the rollout, and measures how far the policy has moved in them, by the mean KL divergence δ. A
+policy that moves far gets short rollouts, and with them small batches. A stable policy gets long
+rollouts and large batches:
 
     δ   = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    s_i ~ B_ref
-    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
-    L_adapt ← (1 - β) L_adapt + β (L_max - α (L_max - L_min)),      L = round(L_adapt)       (Eq. 4)
+    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)        0: stable, 1: volatile
+    L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
+    L_adapt ← (1 - β) L_adapt + β L'                  smooths L; it starts at 128, with β = 0.1
+    L = round(L_adapt),    batch |B| = E L
 
-The main lines that only ABS needs are marked "ABS".
+The number of mini-batches is fixed. So a longer rollout means larger mini-batches, and fewer
+gradient steps per environment step. The main lines that only ABS needs are marked "ABS". Every K-th
+iteration also logs what drives L for Q-learning: the Behavioral Divergence (BD), which is the share
+of the M states whose most likely action has changed.
 
 One GPU or a laptop:
     python p3o_abs.py --env-id BreakoutNoFrameskip-v4
-Learn from the 4 rollouts before, too:
+Learn from the last 4 rollouts, too:
     python p3o_abs.py --replay-rollouts 4
 P3O with ABS:
     python p3o_abs.py --adapt-rollout
-Continue a run after Ctrl-C or a crash:
+A first impression on a laptop, with one thread, because two would wait for each other whenever
+something else runs:
+    OMP_NUM_THREADS=1 python p3o_abs.py --adapt-frequency 3 --total-timesteps 300000
+Continue a run after Ctrl-C or a crash; it collects the rollouts to replay anew:
     python p3o_abs.py --resume runs/...
 Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do for pqn_abs.py.
+launch(), as the files in examples/ do with pqn_abs.py.
 """
 
 import copy
@@ -82,7 +95,7 @@ except ImportError:  # on Windows
 
 @dataclass
 class Args:
-    """P3O with Adaptive Batch Scaling. Defaults are CleanRL's for PPO; symbols are in brackets."""
+    """P3O with Adaptive Batch Scaling. Defaults are PPO's on Atari; symbols are in brackets."""
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
@@ -93,17 +106,17 @@ class Args:
     gamma: float = 0.99  # [γ] discount
     gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 is Monte Carlo
     num_minibatches: int = 4  # mini-batches per epoch
-    update_epochs: int = 4  # [N_epochs] passes over the rollout and those that are replayed
-    replay_rollouts: int = 0  # earlier rollouts to learn from, too; mini-batches grow with them
-    ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the value loss
+    update_epochs: int = 4  # [N_epochs] passes over this rollout and the replayed ones
+    replay_rollouts: int = 0  # learn from so many earlier rollouts, too, in larger mini-batches
+    ent_coef: float = 0.01  # [c_e] weight of the entropy bonus
+    vf_coef: float = 0.5  # [c_v] weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
     episodic_life: bool = True  # a lost life ends the learner's episode; the game goes on
 
     adapt_rollout: bool = False  # ABS: adapt L; without it, this is plain P3O with L = num_steps
     num_steps: int = 128  # [L] steps in each environment in the first rollout
-    rollout_min: int = 64  # [L_min] rollout length of a volatile policy; half of num_steps
-    rollout_max: int = 256  # [L_max] rollout length of a stable policy; twice num_steps
+    rollout_min: int = 64  # [L_min] rollout length of a volatile policy
+    rollout_max: int = 256  # [L_max] rollout length of a stable policy
     adapt_frequency: int = 50  # [K] measure the KL divergence in every K-th iteration
     delta_min: float = 1e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 3.5e-3  # [δ_max] at this KL divergence or more, it counts as volatile
@@ -136,14 +149,13 @@ class PixelConv(nn.Conv2d):
 
 
 class ActorCritic(nn.Module):
-    """Nature CNN: uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,).
+    """uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,): Nature CNN.
 
     A network of your own may return bfloat16 under autocast: main casts what it gets to float32.
     """
 
     def __init__(self, envs):
         super().__init__()
-        num_actions = int(envs.single_action_space.n)
         self.body = nn.Sequential(
             layer_init(PixelConv(4, 32, 8, stride=4)),
             nn.ReLU(),
@@ -155,19 +167,21 @@ class ActorCritic(nn.Module):
             layer_init(nn.Linear(7 * 7 * 64, 512)),
             nn.ReLU(),
         )
+        num_actions = int(envs.single_action_space.n)
         self.actor = layer_init(nn.Linear(512, num_actions), 0.01)  # π starts nearly uniform
         self.critic = layer_init(nn.Linear(512, 1), 1.0)
+        # Images in the order N, H, W, C make learning 1.4 times as fast on a CPU, in float32.
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # Bytes fit bfloat16 exactly. Where autocast uses it, casting to it at once makes the
-        # network 1.4 times as fast.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, cast to it at once, not by float32.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
-        # The ratio of two policies that are nearly equal would be lost in bfloat16's rounding.
+        # An update changes probabilities by a few percent. In bfloat16, much of that would be lost.
         with torch.autocast(x.device.type, enabled=False):
-            return self.actor(x.float()), self.critic(x.float()).squeeze(1)
+            x = x.float()
+            return self.actor(x), self.critic(x).squeeze(1)
 
 
 def make_envs(args: Args):
@@ -216,9 +230,9 @@ def check_envs(args, envs):
 
 
 def check_policy(args, envs, outputs):
-    """Refuse a network that does not return logits and values of the right shapes."""
+    """Refuse a network that does not return logits (E, A) and values (E,)."""
+    expected = [(args.num_envs, int(envs.single_action_space.n)), (args.num_envs,)]
     shapes = [tuple(output.shape) for output in outputs]
-    expected = [(args.num_envs, envs.single_action_space.n), (args.num_envs,)]
     if shapes != expected:
         fail(f"the network must return logits and values of shapes {expected}, not {shapes}")
 
@@ -262,116 +276,94 @@ def step(envs, actions):
     return next_obs, np.array(rewards, float), terminated, truncated, last_obs, info
 
 
-def policy_and_value(network, obs):
-    """log π(·|s) (N, A) and V(s) (N,), in float32, from an ActorCritic's logits and values."""
-    logits, values = network(obs)
-    return logits.float().log_softmax(-1), values.float()
-
-
-def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), from log π(·|s) (N, A)."""
-    return log_pi.gather(1, actions[:, None]).squeeze(1)
-
-
-def normalized(advantages):
-    """Advantages (N,) with mean 0 and standard deviation 1."""
-    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-
-
-def policy_of(network):
-    """The part of an ActorCritic that acts: a function from states (N, ...) to logits (N, A)."""
-    return lambda states: network(states)[0]
+def with_fire(envs, actions, lost_life):
+    """The actions (E,), but FIRE where a life was just lost: Breakout, for one, waits for it."""
+    if not lost_life.any():
+        return actions
+    return torch.where(torch.tensor(lost_life, device=actions.device), envs.fire_action, actions)
 
 
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalised advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
+    """Generalized advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. At the end of
-    the rollout, and where a time limit truncated the episode, there is no A_{t+1}: this value
-    stands in for all that follows. Where the episode terminated it is ignored.
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. Where that was
+    truncated, it is not values[t + 1], which is of the next episode's first state. At the end of
+    the rollout and of a truncated episode, next_values[t] stands for all that follows. Where the
+    episode terminated, it is ignored.
     """
-    targets = rewards + gamma * ~terminated * next_values
-    deltas = targets - values
+    deltas = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
-    advantage = torch.zeros_like(values[0])
+    next_advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * advantage
-        advantages[t] = advantage
+        next_advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * next_advantage
+        advantages[t] = next_advantage
     return advantages
 
 
+def normalize(advantages):
+    """Advantages (N,) of a mini-batch, shifted and scaled to mean 0 and standard deviation 1."""
+    # With correction=1, a mini-batch of one sample would be NaN.
+    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+
+
 def effective_sample_size(log_ratios):
-    """e_B = (Σ ρ_i)² / (N Σ ρ_i²) of log ρ (N,): from 1/N (one dominates) to 1 (all are equal)."""
-    ratios = (log_ratios - log_ratios.max()).exp()  # the same e_B, and no overflow
-    squared_sum = ratios.sum().square()
-    return squared_sum / (len(ratios) * ratios.square().sum())
+    """e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²), from log ρ (N,): 1 if all ρ are equal, 1/N if one dominates.
+
+    A common factor of all ρ cancels. Dividing by the largest keeps exp from overflowing.
+    """
+    ratios = (log_ratios - log_ratios.max()).exp()
+    return ratios.sum().square() / (len(ratios) * ratios.square().sum())
+
+
+def p3o_loss(log_pi, log_behavior, actions, advantages):
+    """P3O's policy loss; e_B; the mean KL divergence; the share of ratios above the cap [P3O].
+
+    loss = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
+
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A); actions and advantages (N,).
+    """
+    log_probs = log_prob_of(log_pi, actions)
+    log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
+    ratios = log_ratios.exp()
+    ess = effective_sample_size(log_ratios)  # e_B
+    weights = torch.minimum(ratios, ess)
+    policy_gradient = -(weights * log_probs * advantages).mean()
+    kl = kl_divergence(log_pi, log_behavior).mean()
+    loss = policy_gradient + (1 - ess) * kl
+    capped_share = (ratios > ess).float().mean()
+    return loss, ess, kl.detach(), capped_share
+
+
+def policy_and_value(network, states):
+    """An ActorCritic's log π(·|s) (N, A) and V(s) (N,) in the states (N, ...), in float32."""
+    logits, values = network(states)
+    log_pi = logits.float().log_softmax(-1)
+    return log_pi, values.float()
+
+
+def log_prob_of(log_pi, actions):
+    """log π(a|s) (N,) of the actions (N,), taken from log π(·|s) (N, A)."""
+    return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), in nats: log-probabilities (N, A) -> (N,)."""
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), from log-probabilities (N, A); it is (N,)."""
     log_ratios = log_p - log_q
     return (log_p.exp() * log_ratios).sum(-1)
 
 
-def p3o_loss(log_pi, log_behavior, actions, advantages):
-    """P3O's policy loss, to be minimised; e_B; the KL divergence; the share of capped ratios [P3O].
-
-    L = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
-
-    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s) of all actions, (N, A); actions (N,)
-    int64, advantages (N,). Gradients flow through log π_θ and the KL only.
-    """
-    log_probs = log_prob_of(log_pi, actions)
-    behavior_log_probs = log_prob_of(log_behavior, actions)
-    log_ratios = (log_probs - behavior_log_probs).detach()
-    ratios = log_ratios.exp()
-    ess = effective_sample_size(log_ratios)
-    weights = torch.minimum(ratios, ess)
-    kl = kl_divergence(log_pi, log_behavior).mean()
-    policy_gradient = -(weights * log_probs * advantages).mean()
-    loss = policy_gradient + (1 - ess) * kl
-    capped = (ratios > ess).float().mean()
-    return loss, ess, kl.detach(), capped
-
-
-def p3o_total_loss(log_pi, values, batch, args):
-    """The loss of a mini-batch, to be minimised, and its parts, named as they are logged.
-
-    loss = P3O's policy loss + vf_coef · mean_i[ ½ (V - R)² ] - ent_coef · entropy of π_θ
-
-    log_pi (N, A) and values (N,) are the network's now. The mini-batch has log_behavior (N, A), and
-    actions, advantages and returns (N,).
-    """
-    advantages = normalized(batch["advantages"])
-    policy_loss, ess, kl, capped = p3o_loss(
-        log_pi, batch["log_behavior"], batch["actions"], advantages
-    )
-    value_loss = F.mse_loss(values, batch["returns"]) / 2
-    entropy = -(log_pi.exp() * log_pi).sum(1).mean()
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-    losses = {
-        "losses/policy_loss": policy_loss,
-        "losses/value_loss": value_loss,
-        "losses/entropy": entropy,
-        "p3o/ess": ess,
-        "p3o/kl": kl,
-        "p3o/capped": capped,
-    }
-    return loss, losses
-
-
 @torch.no_grad()
 def mean_kl_divergence(network, old_network, states) -> float:
-    """How far apart two networks' policies are in the states (M, ...), in nats [ABS].
+    """How far apart two networks' policies are in the states (M, ...) [ABS].
 
-    δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),   π_θ(·|s) = softmax(network(s))
+    δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    π_θ(·|s) = softmax(network(s))
 
-    The paper does not say which of the two comes first. Here it is θ_old, so that actions count as
-    often as the policy that collected the data chose them. The author's code has θ first.
+    The paper does not give the direction. Here, each action counts as often as the policy that
+    played takes it. The code of ABS's author, which is for MuJoCo, has the other direction.
     """
     log_pi = network(states).float().log_softmax(-1)
     old_log_pi = old_network(states).float().log_softmax(-1)
@@ -414,6 +406,19 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
+def policy_divergences(network, old_network, states):
+    """KL divergence and BD of two ActorCritics in the states (M, ...)."""
+
+    def policy(states):
+        return network(states)[0]
+
+    def old_policy(states):
+        return old_network(states)[0]
+
+    kl = mean_kl_divergence(policy, old_policy, states)
+    return kl, behavioral_divergence(policy, old_policy, states)
+
+
 def pick_device(args):
     """The device, and whether all layers but the last compute in bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
@@ -441,8 +446,8 @@ def seed_all(seed, iteration) -> int:
     return number
 
 
-def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=rollout_length):
-    """Train, and return the run's folder. Parts that you pass replace those of this file."""
+def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=rollout_length) -> Path:
+    """Train, and return the run's folder. Pass your own make_envs, network or rollout_length."""
     check_args(args)
     folder = run_folder(args)
     device, bfloat16 = pick_device(args)
@@ -451,21 +456,21 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     envs = make_envs(args)
     check_envs(args, envs)
     num_envs = args.num_envs
+    num_actions = int(envs.single_action_space.n)
     network = ActorCritic(envs).to(device).eval()  # networks with dropout act without it
     old_network = copy.deepcopy(network)  # ABS: θ_old, filled in the loop
-    # The loop sets the learning rate. fused=True is the fastest implementation.
-    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # the loop sets its lr
     modules = {"network": network, "optimizer": optimizer, "rollout_length": rollout_length}
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
+    rollouts = deque(maxlen=1 + args.replay_rollouts)  # the newest first
     seed = seed_all(args.seed, iteration)  # a resumed run starts new games
     next_obs, lives = reset(args, envs, seed, device)
     lost_life = np.zeros(num_envs, bool)  # for --episodic-life
     check_policy(args, envs, network(next_obs))
-    rollouts = deque(maxlen=args.replay_rollouts + 1)  # newest first; not in the checkpoint
     with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
         done = global_step >= args.total_timesteps
         while not done:
@@ -485,7 +490,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             # 1. Collect L steps in each of the E environments, with actions drawn from π_θ.
             obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
             actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
-            log_behavior = []  # log π_b(·|s_t), (E, A) for each t
+            log_behavior = torch.zeros((length, num_envs, num_actions), device=device)  # log π_b
             rewards = torch.zeros((length, num_envs), device=device)
             terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
             truncated = torch.zeros_like(terminated)
@@ -494,12 +499,9 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             with torch.no_grad(), autocast:
                 for t in range(length):
                     obs[t] = next_obs
-                    log_pi, values[t] = policy_and_value(network, next_obs)
-                    actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
-                    log_behavior.append(log_pi)
-                    pressed = actions[t].clone()
-                    if lost_life.any():  # Breakout waits for FIRE; π learns from what it chose
-                        pressed[torch.tensor(lost_life)] = envs.fire_action
+                    log_behavior[t], values[t] = policy_and_value(network, next_obs)
+                    actions[t] = torch.multinomial(log_behavior[t].exp(), 1).squeeze(1)
+                    pressed = with_fire(envs, actions[t], lost_life)  # learning is of actions[t]
                     next_obs, reward, terminal, timeout, last_obs, info = step(envs, pressed)
                     rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
                     terminated[t] = torch.tensor(terminal)
@@ -513,35 +515,30 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     global_step += num_envs
                 values[length] = policy_and_value(network, next_obs)[1]
 
-            # 2. Update θ by P3O's loss: N_epochs passes in shuffled mini-batches.
-            # (Where an episode was truncated, values[t + 1] is of the next episode's first state.)
+            # 2. Update θ on P3O's loss: N_epochs passes in shuffled mini-batches.
             next_values = torch.where(truncated, last_values, values[1:])
-            values = values[:-1]
-            advantages = gae(
-                rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
-            )
-            rollout = {
-                "obs": obs.flatten(0, 1),
-                "actions": actions.flatten(),
-                "log_behavior": torch.cat(log_behavior),
-                "advantages": advantages.flatten(),
-                "returns": (advantages + values).flatten(),
-            }
-            rollouts.appendleft(rollout)
-            batch = {}
-            for name in rollout:  # this rollout, then those that are replayed
-                batch[name] = torch.cat([older[name] for older in rollouts])
+            ends = terminated, truncated
+            advantages = gae(rewards, values[:-1], next_values, *ends, args.gamma, args.gae_lambda)
+            returns = advantages + values[:-1]
+            rollouts.appendleft((obs, actions, log_behavior, advantages, returns))
+            batch = [torch.cat(tensors).flatten(0, 1) for tensors in zip(*rollouts, strict=True)]
+            b_obs, b_actions, b_log_behavior, b_advantages, b_returns = batch
             epochs = args.update_epochs
             if args.scale_epochs:
                 epochs = max(epochs, epochs * length // 128)
             network.train()
             for _ in range(epochs):
-                shuffled = torch.randperm(len(batch["obs"]), device=device)
-                for indices in shuffled.tensor_split(args.num_minibatches):
-                    minibatch = {name: column[indices] for name, column in batch.items()}
+                shuffled = torch.randperm(len(b_obs), device=device)
+                for mb in shuffled.tensor_split(args.num_minibatches):  # a mini-batch's indices
                     with autocast:
-                        log_pi, new_values = policy_and_value(network, minibatch["obs"])
-                    loss, losses = p3o_total_loss(log_pi, new_values, minibatch, args)
+                        log_pi, new_values = policy_and_value(network, b_obs[mb])
+                    mb_advantages = normalize(b_advantages[mb])
+                    pg_loss, ess, behavior_kl, capped_share = p3o_loss(
+                        log_pi, b_log_behavior[mb], b_actions[mb], mb_advantages
+                    )
+                    v_loss = F.mse_loss(new_values, b_returns[mb]) / 2
+                    entropy = -(log_pi.exp() * log_pi).sum(1).mean()  # H = -Σ_a π(a|s) log π(a|s)
+                    loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy
                     optimizer.zero_grad()
                     loss.backward()
                     grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
@@ -550,14 +547,11 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             network.eval()
 
             # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
-            kl = divergence = None
+            kl = bd = None
             if is_measured:
                 sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
-                states = rollout["obs"][sample]
-                policies = policy_of(network), policy_of(old_network)
                 with autocast:
-                    kl = mean_kl_divergence(*policies, states)
-                    divergence = behavioral_divergence(*policies, states)
+                    kl, bd = policy_divergences(network, old_network, obs.flatten(0, 1)[sample])
                 adaptive_length = rollout_length(
                     kl,
                     adaptive_length,
@@ -568,7 +562,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     beta=args.beta,
                 )
 
-            # 4. Log and save. Losses are the last mini-batch's.
+            # 4. Log and save. The losses are those of the last mini-batch.
             row = {
                 "global_step": global_step,
                 "charts/updates": updates,
@@ -576,11 +570,15 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                 "abs/rollout_length": length,
                 "abs/batch_size": batch_size,
                 "abs/kl_divergence": kl,
-                "abs/behavioral_divergence": divergence,
+                "abs/behavioral_divergence": bd,
+                "losses/policy_loss": pg_loss.item(),
+                "losses/value_loss": v_loss.item(),
+                "losses/entropy": entropy.item(),
                 "losses/grad_norm": grad_norm.item(),
+                "p3o/ess": ess.item(),
+                "p3o/kl": behavior_kl.item(),
+                "p3o/capped": capped_share.item(),
             }
-            for name, loss in losses.items():
-                row[name] = loss.item()
             run.check_finite(network)
             run.log(row)
             done = global_step >= args.total_timesteps or run.interrupted
@@ -616,10 +614,12 @@ def check_args(args):
         (0, 2**63, "seed"),
         (0, 10**6, "replay_rollouts"),
         (1, 10**15, "total_timesteps"),
-        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**6, "num_envs num_steps rollout_min update_epochs"),
+        (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
-        (0, 1, "gamma gae_lambda ent_coef vf_coef beta"),
+        (0, 1, "gamma gae_lambda beta"),
+        (0, 1e9, "ent_coef vf_coef"),
         (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]

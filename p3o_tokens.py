@@ -1,95 +1,128 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,<2.14", "numpy>=2.0", "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
+# dependencies = ["torch>=2.11,<2.15", "numpy>=2.0", "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
-"""P3O on token sequences, where it comes from, in one file: what stale data does to three losses.
+"""P3O on token sequences, in one file: what stale data does to P3O, PPO and GRPO.
 
-A small transformer learns to add, character by character, from a teacher that often forgets to
-carry. Then reinforcement learning repairs what the teacher spoilt. An answer earns 1 if it is
-exactly right, else 0; the advantage A of all its tokens is this reward minus the mean reward of the
-G answers to the same problem. There is no critic. With ρ_i = π_θ(token_i) / π_b(token_i), where the
-policy π_b wrote the token, the losses are means over the N valid tokens of a batch:
+A small transformer learns to add two numbers, character by character. First it imitates a teacher
+that often forgets to carry. Then reinforcement learning repairs what the teacher spoilt. A step is
+one whole answer here, and an answer earns 1 if it is exactly right, else 0. The advantage A of all
+tokens of an answer is its reward minus the mean reward of the G answers to the same problem. So no
+critic is needed. With ρ_i = π_θ(token_i) / π_b(token_i), where the policy π_b wrote the token, the
+losses are means over the N valid tokens of a batch:
 
     p3o    -sg(min(ρ_i, e_B)) log π_θ(token_i) A_i + (1 - e_B) KL( π_θ ‖ π_b )    [arXiv 2605.12380]
-           e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²),   the effective sample size
+           e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²),   the effective sample size, from 1/N to 1
     ppo    -min( ρ_i A_i, clip(ρ_i, 1 - ε, 1 + ε) A_i )                           [arXiv 1707.06347]
-    grpo   ppo's, A divided by the standard deviation of the G rewards; no KL     [arXiv 2402.03300]
+    grpo   ppo's, with A divided by the standard deviation of the G rewards       [arXiv 2402.03300]
 
-sg stops the gradient. Valid are an answer's tokens up to its end: padding decides nothing, and must
-not count in e_B. A batch makes one gradient step, so fresh data has ρ = 1, and P3O is PPO. With
---lag, an earlier policy answers; with --behavior-noise, the sampler differs from the learner, as a
-serving engine does. --adapt-batch adds ABS [arXiv 2605.21557]: the number of problems L follows the
-KL divergence of updates; its lines are marked "ABS". For a model or a task of your own, replace
-CausalTransformer or what stands above it.
+sg stops the gradient. If the policies agree, all ρ are 1 and e_B = 1. If they differ, a few large ρ
+dominate the sum and e_B falls. Then the cap e_B keeps those few from dominating, and the weight
+1 - e_B of the KL divergence pulls π_θ back towards π_b. Valid tokens are those of an answer up to
+its end: padding decides nothing, so it must not count in e_B either.
 
-P3O on fresh data, one minute:   python p3o_tokens.py
-PPO, 16 updates behind:          python p3o_tokens.py --loss ppo --lag 16
-P3O, sampler in bfloat16:        python p3o_tokens.py --behavior-noise bfloat16
-P3O with ABS:                    python p3o_tokens.py --adapt-batch
-After Ctrl-C or a crash:         python p3o_tokens.py --resume runs/...
+Every batch makes one gradient step. So on fresh data P3O and PPO are the same. They differ with
+--lag, where an earlier policy writes the answers, and with --behavior-noise, where the sampler is
+not quite the learner, as with a serving engine. --adapt-batch adds Adaptive Batch Scaling
+[ABS: arXiv 2605.21557]. There L is the number of problems in a batch, and follows the KL divergence
+δ of an update:
+
+    δ   = mean over the valid tokens of KL( π_θold ‖ π_θ )
+    α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
+    L_adapt ← (1 - β) L_adapt + β (L_max - α (L_max - L_min)),      L = round(L_adapt)       (Eq. 4)
+
+P3O on fresh data, one minute:
+    python p3o_tokens.py
+PPO, 16 updates behind:
+    python p3o_tokens.py --loss ppo --lag 16
+P3O, with a sampler in bfloat16:
+    python p3o_tokens.py --behavior-noise bfloat16
+P3O with ABS:
+    python p3o_tokens.py --adapt-batch
+Continue a run after Ctrl-C or a crash:
+    python p3o_tokens.py --resume runs/...
+A transformer of your own: pass CausalTransformer to launch().
 """
 
 import copy
-import csv
 import json
 import math
+import multiprocessing
 import os
+import platform
 import random
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-import wandb
 from tqdm import tqdm
+
+try:
+    import fcntl  # for a lock on the run's folder
+except ImportError:  # on Windows
+    fcntl = None
 
 
 @dataclass
 class Args:
-    """P3O, PPO and GRPO on token sequences. A step is a whole answer. In brackets, symbols."""
+    """P3O, PPO and GRPO on token sequences. A step is one answer. Symbols are in brackets."""
 
+    env_id: Literal["addition"] = "addition"  # the task
     loss: Literal["p3o", "ppo", "grpo"] = "p3o"  # as above
     seed: int = 1  # seed of the model, the teacher, the problems and the sampled answers
-    total_timesteps: int = 30_720  # [T_total] answers to learn from
+    total_timesteps: int = 30_720  # [T_total] steps: answers to learn from
     group_size: int = 8  # [G] answers to each problem
-    learning_rate: float = 1e-3  # of Adam, constant
+    learning_rate: float = 1e-3  # learning rate of Adam
     clip_coef: float = 0.2  # [ε] of ppo and grpo
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    supervised_updates: int = 1500  # imitation of the teacher before, with 64 answers each
-    supervised_rate: float = 2e-3  # highest learning rate of its Adam, after a warm-up
-    forget_share: float = 0.5  # share of the teacher's answers in which it forgets all carries
-    lag: int = 0  # updates by which the policy that answers is behind
-    behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler only
+    supervised_updates: int = 1500  # imitation of the teacher first, 64 answers per update
+    supervised_rate: float = 2e-3  # highest learning rate of the imitation, after a warm-up
+    forget_share: float = 0.5  # share of the teacher's answers in which it forgets to carry
+    lag: int = 0  # by how many updates the policy that answers is behind
+    behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler
     temperature: float = 1.3  # the sampler's with --behavior-noise temperature; the learner's is 1
-    eval_frequency: int = 10  # iterations from one evaluation to the next
+    eval_frequency: int = 10  # evaluate in every so many iterations
 
-    adapt_batch: bool = False  # let L follow the KL; else it stays num_problems
+    adapt_batch: bool = False  # ABS: adapt L; without it, L = num_problems
     num_problems: int = 32  # [L] problems in the first batch
-    problems_min: int = 16  # [L_min] batch of a volatile policy
-    problems_max: int = 64  # [L_max] batch of a stable policy
-    adapt_frequency: int = 5  # [K] iterations from one measurement of the KL to the next
-    delta_min: float = 5e-4  # [δ_min] KL at and below which the policy counts as stable
-    delta_max: float = 2e-2  # [δ_max] KL at and above which it counts as volatile; both measured
-    beta: float = 0.1  # [β] smoothing of L_adapt; from ABS's own code, not in the paper
+    problems_min: int = 16  # [L_min] problems for a volatile policy
+    problems_max: int = 64  # [L_max] problems for a stable policy
+    adapt_frequency: int = 5  # [K] measure the KL divergence in every K-th iteration
+    delta_min: float = 5e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
+    delta_max: float = 2e-2  # [δ_max] at this KL divergence or more, it counts as volatile
+    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, from its author's code
 
-    runs_dir: str = "runs"  # where the run's folder is made
-    run_name: str | None = None  # its name; by default loss, script, seed and time
-    checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
-    resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
-    track: bool = False  # send the metrics to Weights & Biases too (project: $WANDB_PROJECT)
+    runs_dir: str = "runs"  # the run's folder is created in here
+    run_name: str | None = None  # the folder's name; by default game, script, seed and time
+    checkpoint_every: float = 300.0  # seconds between checkpoints
+    resume: str | None = None  # continue the run in this folder; its arguments become the defaults
+    track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
 
-# --- The task: " 347+  58=" is answered by "504\n", units first, as one adds on paper. ---
+def seed_all(seed, iteration) -> int:
+    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
+
+
+# The task: " 347+  58=" is answered by "504\n", with the units first, as one adds on paper.
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = "0123456789+= \n"
@@ -99,7 +132,7 @@ ANSWER = 6  # tokens of an answer: up to 5 digits and END; more END is padding
 
 
 def draw_problems(rng, count, held_out=False):
-    """Pairs of numbers of 2 to 4 digits. Held out of training are sums that 7 divides."""
+    """Pairs of numbers of 2 to 4 digits. Sums that 7 divides are held out of training."""
     problems = []
     while len(problems) < count:
         smallest_a, smallest_b = rng.choices((10, 100, 1000), k=2)
@@ -119,7 +152,7 @@ def sum_without_carries(a, b):
 
 
 def encode(problems, totals):
-    """Prompts (N, PROMPT) of the problems, and as answers (N, ANSWER) the totals: tokens, int64."""
+    """The problems as prompts (N, PROMPT), and the totals as answers (N, ANSWER): int64 tokens."""
     tokens = []
     for (a, b), total in zip(problems, totals, strict=True):
         answer = str(total)[::-1].ljust(ANSWER, "\n")
@@ -128,7 +161,7 @@ def encode(problems, totals):
 
 
 def valid_tokens(answers):
-    """Whether a token of answers (N, ANSWER) counts: those up to the first END do."""
+    """Which tokens of answers (N, ANSWER) count: those up to the first END."""
     is_end = (answers == END).long()
     ends_before = is_end.cumsum(1) - is_end
     return ends_before == 0
@@ -169,7 +202,7 @@ class CausalTransformer(nn.Module):
         self.head = nn.Linear(width, len(VOCABULARY))
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)  # from PyTorch's own, some seeds stall
+                nn.init.normal_(parameter, std=0.02)  # with PyTorch's own, some seeds stall
 
     def forward(self, tokens):
         positions = self.positions.weight[: tokens.shape[1]]
@@ -187,8 +220,9 @@ def answer_logits(network, tokens):
 def write_answers(network, prompts, temperature):
     """Answers (N, ANSWER) to prompts (N, PROMPT), and log π_b (N, ANSWER, V) of all tokens.
 
-    Each token takes a pass over the whole sequence, with padding that causal attention cannot see.
-    Learning makes the same pass, and so fresh data has ρ = 1 to the bit; a KV cache would round.
+    Each token takes a pass over the whole sequence, whose padding causal attention does not see. So
+    the last pass has log π_b at every position. Learning makes the same pass, and fresh data has
+    ρ = 1 to the bit. A KV cache would be faster, and round differently.
     """
     tokens = F.pad(prompts, (0, ANSWER), value=END)
     for t in range(ANSWER):
@@ -199,16 +233,16 @@ def write_answers(network, prompts, temperature):
 
 
 def accuracy(network, problems, temperature) -> float:
-    """Share of the problems that the network answers exactly."""
-    prompts, right = encode(problems, np.sum(problems, 1))
+    """Share of the problems that the network answers exactly; temperature 1e-6 is greedy."""
+    prompts, targets = encode(problems, np.sum(problems, 1))
     answers, _ = write_answers(network, prompts, temperature)
-    is_right = (answers == right).all(1)
+    is_right = (answers == targets).all(1)
     return is_right.float().mean().item()
 
 
 def imitate_teacher(network, args):
     """The supervised start: cross-entropy on the answers of a teacher with a flaw."""
-    rng = random.Random(fresh_seed(args.seed, 0))
+    rng = random.Random(seed_all(args.seed, 0))
     optimizer = torch.optim.Adam(network.parameters())
     for update in range(args.supervised_updates):
         warm_up = update / 100
@@ -229,7 +263,7 @@ def imitate_teacher(network, args):
 
 
 def group_advantages(rewards, scaled: bool):
-    """A = r - mean(r), over the G answers to each of L problems (L, G); scaled, A / std(r)."""
+    """A = r - mean(r) over the G answers to each of L problems, (L, G); if scaled, A / std(r)."""
     advantages = rewards - rewards.mean(1, keepdim=True)
     if scaled:
         advantages = advantages / (rewards.std(1, correction=0, keepdim=True) + 1e-6)
@@ -237,66 +271,65 @@ def group_advantages(rewards, scaled: bool):
 
 
 def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), from log π(·|s) (N, A)."""
+    """log π(a|s) (N,) of the actions (N,), taken from log π(·|s) (N, A)."""
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
 def effective_sample_size(log_ratios):
-    """e_B = (Σ ρ_i)² / (N Σ ρ_i²) of log ρ (N,): from 1/N (one dominates) to 1 (all are equal)."""
-    ratios = (log_ratios - log_ratios.max()).exp()  # e_B stays the same, and nothing overflows
-    squared_sum = ratios.sum().square()
-    return squared_sum / (len(ratios) * ratios.square().sum())
+    """e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²), from log ρ (N,): 1 if all ρ are equal, 1/N if one dominates.
+
+    A common factor of all ρ cancels. Dividing by the largest keeps exp from overflowing.
+    """
+    ratios = (log_ratios - log_ratios.max()).exp()
+    return ratios.sum().square() / (len(ratios) * ratios.square().sum())
 
 
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), in nats: log-probabilities (N, A) -> (N,)."""
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), from log-probabilities (N, A); it is (N,)."""
     log_ratios = log_p - log_q
     return (log_p.exp() * log_ratios).sum(-1)
 
 
 def p3o_loss(log_pi, log_behavior, actions, advantages):
-    """P3O's loss of the policy, to be minimised; e_B; the KL; the share of capped ratios [P3O].
+    """P3O's policy loss; e_B; the mean KL divergence; the share of ratios above the cap [P3O].
 
-    L = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
+    loss = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s) of all actions, (N, A); actions (N,)
-    int64, advantages (N,). Gradients flow through log π_θ and the KL only.
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A); actions and advantages (N,).
     """
     log_probs = log_prob_of(log_pi, actions)
-    behavior_log_probs = log_prob_of(log_behavior, actions)
-    log_ratios = (log_probs - behavior_log_probs).detach()
+    log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
     ratios = log_ratios.exp()
-    ess = effective_sample_size(log_ratios)
+    ess = effective_sample_size(log_ratios)  # e_B
     weights = torch.minimum(ratios, ess)
-    kl = kl_divergence(log_pi, log_behavior).mean()
     policy_gradient = -(weights * log_probs * advantages).mean()
+    kl = kl_divergence(log_pi, log_behavior).mean()
     loss = policy_gradient + (1 - ess) * kl
-    capped = (ratios > ess).float().mean()
-    return loss, ess, kl.detach(), capped
+    capped_share = (ratios > ess).float().mean()
+    return loss, ess, kl.detach(), capped_share
 
 
 def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
-    """PPO's loss of the policy, to be minimised, of each sample. All are (N,), the result too.
+    """PPO's policy loss of each sample. All are (N,), the result too.
 
-    ρ = π_θ(a|s) / π_θold(a|s),   L^CLIP = min( ρ A, clip(ρ, 1 - ε, 1 + ε) A ),   loss = -L^CLIP
+    ρ = π_θ(a|s) / π_θold(a|s),    loss = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
     """
     ratios = (log_probs - old_log_probs).exp()
-    objective = ratios * advantages
-    clipped_objective = ratios.clamp(1 - clip_coef, 1 + clip_coef) * advantages
-    return -torch.minimum(objective, clipped_objective)
+    clipped_ratios = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.minimum(ratios * advantages, clipped_ratios * advantages)
 
 
 def rollout_length(
     divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
 ) -> float:
-    """The next L_adapt, a real number of steps, from δ_π and the last L_adapt [ABS, Eq. 4].
+    """The next L_adapt, a real number of steps, from δ_π and the current L_adapt [ABS, Eq. 4].
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
-    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
+    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
+    never change L_adapt. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -306,73 +339,84 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
-def main(args: Args) -> Path:
-    """Train; returns the run's folder."""
-    check(args)
+def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_length) -> Path:
+    """Train, and return the run's folder. Pass your own CausalTransformer or rollout_length."""
+    check_args(args)
+    folder = run_folder(args)
     noise = args.behavior_noise
     autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=noise == "bfloat16")
     temperature = args.temperature if noise == "temperature" else 1.0
-    torch.manual_seed(fresh_seed(args.seed, 0))
+    seed_all(args.seed, 0)
     network = CausalTransformer().to(DEVICE)
     if args.resume is None:
         imitate_teacher(network, args)
-    # The last policies, as a ring: the newest takes the oldest's place, the next oldest answers.
-    policies = nn.ModuleList(copy.deepcopy(network) for _ in range(args.lag + 1))
+    network.eval()  # networks with dropout answer without it
+    # Slot i mod (lag + 1) holds the policy of iteration i, so the next slot has the oldest.
+    policies = nn.ModuleList()
+    for _ in range(args.lag + 1):
+        policies.append(copy.deepcopy(network))
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
-    saved = load_checkpoint(args, network=network, policies=policies, optimizer=optimizer)
+    modules = {"network": network, "policies": policies, "optimizer": optimizer}
+    modules["rollout_length"] = rollout_length
+    saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     adaptive_length = saved.get("adaptive_length", float(args.num_problems))  # ABS: L_adapt
     exam = draw_problems(random.Random(0), 256, held_out=True)  # the same in every run
-    run = Run(args, saved)
 
-    while global_step < args.total_timesteps and not run.stopped:
-        iteration += 1
-        # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
-        seed = fresh_seed(args.seed, iteration)
-        torch.manual_seed(seed)
-        num_problems = round(adaptive_length)  # ABS: L
-        batch_size = num_problems * args.group_size
-        global_step += batch_size
+    with Run(args, folder, DEVICE, noise == "bfloat16", saved) as run:
+        done = global_step >= args.total_timesteps
+        while not done:
+            iteration += 1
+            # Seed each iteration anew, so that a resumed run needs no saved generator states.
+            seed = seed_all(args.seed, iteration)
+            num_problems = round(adaptive_length) if args.adapt_batch else args.num_problems  # L
+            batch_size = num_problems * args.group_size
+            global_step += batch_size
+            optimizer.param_groups[0]["lr"] = args.learning_rate
 
-        # 1. Collect G answers to each of L problems, from the oldest policy of the ring.
-        policies[iteration % len(policies)].load_state_dict(network.state_dict())
-        sampler = policies[(iteration + 1) % len(policies)]
-        problems = draw_problems(random.Random(seed), num_problems)
-        problems = np.repeat(problems, args.group_size, 0)
-        prompts, right = encode(problems, problems.sum(1))
-        with autocast:
-            answers, log_behavior = write_answers(sampler, prompts, temperature)
-        rewards = (answers == right).all(1).float()
+            # 1. Collect G answers to each of L problems, from the policy of lag iterations ago.
+            policies[iteration % len(policies)].load_state_dict(network.state_dict())
+            sampler = policies[(iteration + 1) % len(policies)]
+            problems = draw_problems(random.Random(seed), num_problems)
+            problems = np.repeat(problems, args.group_size, 0)
+            prompts, targets = encode(problems, problems.sum(1))
+            with autocast:
+                answers, log_behavior = write_answers(sampler, prompts, temperature)
+            rewards = (answers == targets).all(1).float()
+            run.scores.extend(rewards.tolist())  # an answer counts as an episode
 
-        # 2. Update θ by one gradient step on the mean loss of all valid tokens.
-        valid = valid_tokens(answers)
-        token = answers[valid]
-        behavior = log_behavior[valid]
-        grouped = rewards.view(num_problems, args.group_size)
-        advantages = group_advantages(grouped, scaled=args.loss == "grpo").flatten()
-        advantage = advantages.repeat_interleave(valid.sum(1))
-        sequences = torch.cat([prompts, answers], 1)
-        log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
-        log_prob = log_prob_of(log_pi, token)
-        old_log_prob = log_prob_of(behavior, token)
-        p3o, ess, kl, capped = p3o_loss(log_pi, behavior, token, advantage)
-        ppo = clipped_surrogate(log_prob, old_log_prob, advantage, args.clip_coef).mean()
-        clipped = (log_prob - old_log_prob).expm1().abs() > args.clip_coef
-        loss = p3o if args.loss == "p3o" else ppo
-        optimizer.zero_grad()
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-        optimizer.step()
+            # 2. Update θ by one gradient step on the mean loss of all valid tokens. From here on,
+            # each row of a tensor is a valid token.
+            valid = valid_tokens(answers)
+            tokens = answers[valid]
+            log_pi_b = log_behavior[valid]
+            grouped = rewards.view(num_problems, args.group_size)
+            answer_advantages = group_advantages(grouped, scaled=args.loss == "grpo").flatten()
+            advantages = answer_advantages.repeat_interleave(valid.sum(1))
+            sequences = torch.cat([prompts, answers], 1)
+            network.train()
+            log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
+            network.eval()
+            log_probs = log_prob_of(log_pi, tokens)
+            old_log_probs = log_prob_of(log_pi_b, tokens)
+            loss, ess, kl, capped = p3o_loss(log_pi, log_pi_b, tokens, advantages)
+            if args.loss != "p3o":
+                loss = clipped_surrogate(log_probs, old_log_probs, advantages, args.clip_coef)
+                loss = loss.mean()
+            is_clipped = ((log_probs - old_log_probs).exp() - 1).abs() > args.clip_coef
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
+            optimizer.step()
 
-        # 3. ABS: measure how far the update moved the policy, and let the next batches follow.
-        # B_ref is the batch, where log_pi is θ_old's. Its greedy tokens hardly ever change: so KL.
-        divergence = None
-        if iteration % args.adapt_frequency == 0:
-            with torch.no_grad():
-                new_log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
-                divergence = kl_divergence(log_pi, new_log_pi).mean().item()
-            if args.adapt_batch:
+            # 3. ABS: measure how far the update moved the policy, and adapt L. B_ref is the batch,
+            # in which log_pi is still θ_old's.
+            divergence = None
+            if iteration % args.adapt_frequency == 0:
+                with torch.no_grad():
+                    new_log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
+                    divergence = kl_divergence(log_pi, new_log_pi).mean().item()
                 adaptive_length = rollout_length(
                     divergence,
                     adaptive_length,
@@ -383,204 +427,289 @@ def main(args: Args) -> Path:
                     beta=args.beta,
                 )
 
-        # 4. Evaluate, log and save.
-        greedy_accuracy = sampled_accuracy = None
-        ends = global_step >= args.total_timesteps
-        if ends or (iteration - 1) % args.eval_frequency == 0:
-            greedy_accuracy = accuracy(network, exam, temperature=1e-6)
-            sampled_accuracy = accuracy(network, exam, temperature=1.0)
-        row = {
-            "global_step": global_step,
-            "charts/reward": rewards.mean().item(),
-            "charts/greedy_accuracy": greedy_accuracy,
-            "charts/sampled_accuracy": sampled_accuracy,
-            "abs/rollout_length": num_problems,
-            "abs/batch_size": batch_size,
-            "abs/kl_divergence": divergence,
-            "losses/policy_loss": loss.item(),
-            "losses/grad_norm": grad_norm.item(),
-            "p3o/ess": ess.item(),
-            "p3o/kl_weight": 1 - ess.item(),
-            "p3o/kl": kl.item(),
-            "p3o/capped": capped.item(),
-            "ppo/clipped": clipped.float().mean().item(),
-        }
-        run.log(row)
-        run.save(
-            network=network.state_dict(),
-            policies=policies.state_dict(),
-            optimizer=optimizer.state_dict(),
-            global_step=global_step,
-            iteration=iteration,
-            adaptive_length=adaptive_length,
-        )
-    run.close()
-    return run.folder
+            # 4. Evaluate, log and save.
+            done = global_step >= args.total_timesteps or run.interrupted
+            greedy_accuracy = sampled_accuracy = None
+            is_last = global_step >= args.total_timesteps
+            if is_last or (iteration - 1) % args.eval_frequency == 0:
+                greedy_accuracy = accuracy(network, exam, temperature=1e-6)
+                sampled_accuracy = accuracy(network, exam, temperature=1.0)
+            row = {
+                "global_step": global_step,
+                "charts/reward": rewards.mean().item(),
+                "charts/greedy_accuracy": greedy_accuracy,
+                "charts/sampled_accuracy": sampled_accuracy,
+                "abs/rollout_length": num_problems,  # L counts problems here
+                "abs/batch_size": batch_size,
+                "abs/kl_divergence": divergence,
+                "losses/policy_loss": loss.item(),
+                "losses/grad_norm": grad_norm.item(),
+                "p3o/ess": ess.item(),
+                "p3o/kl_weight": 1 - ess.item(),
+                "p3o/kl": kl.item(),
+                "p3o/capped": capped.item(),
+                "ppo/clipped": is_clipped.float().mean().item(),
+            }
+            run.check_finite(network)
+            run.log(row)
+            if done or run.save_is_due():
+                counters = {"global_step": global_step, "iteration": iteration}
+                run.save(modules, adaptive_length=adaptive_length, **counters)
+    return folder
 
 
-# --- From here on: checks, files, signals, W&B. Nothing of it is about the algorithm. ---
+# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
-SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its own name here
+SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+
+
+def say(message):
+    """Print a line to stderr, above the progress bar."""
+    try:
+        tqdm.write(message, file=sys.stderr)
+    except OSError:  # a closed pipe or a full disk: training goes on
+        sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
-    tqdm.write(f"{SCRIPT}: {message}", file=sys.stderr)  # not into the progress bar
+    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
 
-def check(args):
-    """Refuse arguments that make no run, before any work starts."""
+def check_args(args):
+    """Refuse arguments that cannot work, before anything starts."""
     limits = [
-        (1, math.inf, "total_timesteps supervised_updates num_problems problems_min"),
-        (1, math.inf, "eval_frequency adapt_frequency"),
-        (2, math.inf, "group_size"),
-        (0, math.inf, "seed lag"),
+        (0, 2**63, "seed"),
+        (1, 10**15, "total_timesteps"),
+        (1, 10**6, "supervised_updates num_problems problems_min problems_max"),
+        (1, 10**9, "eval_frequency adapt_frequency"),
+        (2, 10**6, "group_size"),
+        (0, 10**4, "lag"),
         (0, 1, "forget_share beta"),
         (1e-9, 1, "learning_rate supervised_rate clip_coef"),
         (1e-9, 1e9, "max_grad_norm temperature checkpoint_every delta_max"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_batch:
         limits.append((args.problems_min, args.problems_max, "num_problems"))
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
-            if not low <= value <= high:  # as NaN is not, either
-                fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    if args.resume is None:
-        folder = run_folder(args)
-        if os.path.exists(folder):
-            fail(f"{folder} is there already: choose another --run-name, or --resume it")
-
-
-def fresh_seed(seed, iteration):
-    """30 bits that differ with the run's seed and the iteration."""
-    return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
+            if not low <= value <= high:  # NaN is refused, too
+                option = name.replace("_", "-")
+                shown = str(value)[:20]  # somebody may type 400 digits
+                fail(f"--{option} {shown}: it must be from {low} to {high}")
 
 
 def run_folder(args):
-    """Where the run's files are, or are going to be."""
+    """The folder of --resume, or that of a new run, which must not exist yet."""
     if args.resume is not None:
-        return Path(args.resume.removesuffix("checkpoint.pt"))
-    name = f"{args.loss}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
-    return Path(args.runs_dir, args.run_name or name)
+        return Path(args.resume)
+    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
+    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+        fail(f"{folder} exists already: choose another --run-name, or --resume it")
+    return folder
 
 
-def load_checkpoint(args, **modules):
-    """The checkpoint of --resume, {} without; modules get their weights or optimiser state."""
+def load_checkpoint(args, folder, modules):
+    """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["args"].keys() != asdict(args).keys():
-            raise ValueError("it has other options")
-        for name in ("global_step", "iteration", "metrics_size"):
-            checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        length = min(max(checkpoint["adaptive_length"], args.problems_min), args.problems_max)
-        if not args.adapt_batch:
-            length = float(args.num_problems)
-        checkpoint["adaptive_length"] = length
-        checkpoint["seconds"] = float(checkpoint["seconds"])
-        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(checkpoint[name])
-    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
-        reason = str(error).partition("\n")[0]
-        fail(f"--resume {args.resume}: no checkpoint of this version of {SCRIPT} ({reason})")
-    return checkpoint
+            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
+                module.load_state_dict(saved[name])
+        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        for parameter, state in modules["optimizer"].state.items():
+            for name in state.keys() - {"step"}:
+                state[name] = torch.empty_like(parameter).copy_(state[name])
+    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+        fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
+    return saved
 
 
-class Run:
-    """A run's folder with its three files, the progress bar, W&B, and the signals that end it."""
+def provenance() -> dict:
+    """The versions of Python and the packages, and this file's git commit, if it has one."""
+    found = {"python": platform.python_version(), "commit": None}
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+        found[name] = getattr(sys.modules.get(name), "__version__", None)
+    # The whole commit, and "-dirty" if files were changed since.
+    git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
+    with suppress(OSError):  # git may not be installed
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["commit"] = done.stdout.strip() or None
+    return found
 
-    def __init__(self, args, saved):
+
+def replace_file(path, write):
+    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+class Run(AbstractContextManager):
+    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
+
+    def __init__(self, args, folder, device, bfloat16, saved):
         self.args = args
-        self.interrupted = self.stopped = False
+        self.folder = folder
+        self.interrupted = False  # by Ctrl-C, SIGTERM or SIGHUP
+        self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
+        self.score = 0.0  # of the episodes in progress: (E,) after the first step
+        self.step = saved.get("global_step", 0)
         self.seconds = saved.get("seconds", 0.0)
-        self.folder = run_folder(args)
+        config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
+        config |= {"device": str(device), "bfloat16": bfloat16}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            folder.mkdir(parents=True, exist_ok=args.resume is not None)
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
         except OSError as error:
-            fail(f"{self.folder}: {error.strerror}; choose another --runs-dir or --run-name")
-        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
-        config |= {"device": DEVICE, "torch": torch.__version__}
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        if saved:  # rows that came after the checkpoint are going to be written again
-            self.metrics.truncate(min(saved["metrics_size"], self.metrics.tell()))
+            fail(error)
+        try:
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work on {folder}")
+        except (AttributeError, OSError):  # Windows, or a file system that has no locks
+            pass
+        self.wandb = None
+        self.wandb_id = saved.get("wandb_id")
         if args.track:
-            name = self.folder.name
-            wandb.init(name=name, id=name, resume="allow", config=config)
-        done = saved.get("global_step", 0)
-        self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
-        self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        self.row_at = time.perf_counter()
-        self.save_at = 0.0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-            if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
-                signal.signal(signum, self.interrupt)
+            try:
+                import wandb
 
-    def interrupt(self, signum, frame):
-        """Let the iteration finish; a second Ctrl-C ends at once."""
+                names = {"name": folder.resolve().name, "id": self.wandb_id}
+                self.wandb = wandb.init(**names, resume="allow", config=config)
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+            except Exception as error:  # no such package, no login, a forbidden name
+                if not saved:
+                    shutil.rmtree(folder)
+                fail(f"--track: {error}")
+        text = json.dumps(config, indent=2) + "\n"
+        replace_file(folder / "config.json", lambda path: path.write_text(text))
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
+        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
+        # With a delay, nothing is drawn here, where an error would still end the run.
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+            with suppress(AttributeError, OSError):
+                os.setpgid(worker.pid, 0)
+        self.handlers = {}  # those that __exit__ puts back
+        if threading.current_thread() is threading.main_thread():  # others may set none
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                    self.handlers[number] = signal.signal(number, self.interrupt)
+        self.shown = "no iteration was left to do"
+        self.row_at = time.perf_counter()
+        self.save_at = 0.0  # at the first iteration's end
+
+    def interrupt(self, number, frame):
         self.interrupted = True
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
+        with suppress(OSError):
+            os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
+
+    def add_rewards(self, reward, game_over):
+        """Add a step's rewards (E,) to the scores; the mean of the last 100 is shown and logged."""
+        self.score = self.score + reward
+        self.scores.extend(self.score[game_over].tolist())
+        self.score[game_over] = 0
+
+    def check_finite(self, network):
+        """End the run, and keep its last checkpoint, if learning has failed."""
+        for name, weights in network.state_dict().items():
+            if not weights.isfinite().all():
+                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
 
     def log(self, row):
-        """Write, show and send an iteration's numbers, with its time."""
+        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
         now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
+        row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
         self.row_at = now
-        table = csv.DictWriter(self.metrics, row, lineterminator="\n")
         if self.metrics.tell() == 0:
-            table.writeheader()
-        table.writerow(row)
-        if self.args.track:
-            sent = {name: value for name, value in row.items() if value is not None}
-            wandb.log(sent, step=row["global_step"])
-        shown = {"reward": row["charts/reward"], "L": row["abs/rollout_length"]}
-        self.progress.set_postfix(shown, refresh=False)
-        self.progress.update(row["abs/batch_size"])
-
-    def save(self, **state):
-        """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
-        for name, weights in state["network"].items():
-            if not weights.isfinite().all():
-                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
-        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.perf_counter() < self.save_at:
-            return
-        state["args"] = asdict(self.args)
-        state["seconds"] = self.seconds
-        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
+            self.metrics.write(",".join(row) + "\n")
+        cells = ["" if value is None else str(value) for value in row.values()]
+        self.metrics.write(",".join(cells) + "\n")
+        if self.wandb:
+            self.wandb.log({name: value for name, value in row.items() if value is not None})
+        self.step = row["global_step"]
+        score = f"return {np.mean(self.scores):.4g}" if self.scores else "no episode yet"
+        self.shown = f"{score}, L {row['abs/rollout_length']}"
         try:
-            torch.save(state, self.folder / "checkpoint.tmp")
-            os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
-            fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
+            self.bar.set_postfix_str(self.shown, refresh=False)
+            self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
+        except OSError:  # stderr is a closed pipe or a full disk
+            self.bar.disable = True
+
+    def save_is_due(self):
+        return time.perf_counter() >= self.save_at
+
+    def save(self, modules, **state):
+        """Write checkpoint.pt: counters and scores, and the states of the modules."""
+        for name, module in modules.items():
+            if hasattr(module, "state_dict"):
+                state[name] = module.state_dict()
+        state |= {"scores": list(self.scores), "seconds": self.seconds}
+        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
+        replace_file(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
-    def close(self):
-        self.progress.close()
-        print(f"metrics and checkpoint: {self.folder}")
+    def __exit__(self, *error):
+        """Undo what __init__ did, also when training ends with an exception."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        with suppress(OSError):
+            self.metrics.close()
+        with suppress(OSError):
+            self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+            shutil.rmtree(self.folder)
+        elif error == (None, None, None):
+            verb = "stopped" if self.interrupted else "finished"
+            say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+                say(f"    python {command} {self.folder}")
 
 
-def launch():
-    """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # where it was closed
+def launch(Args=Args, **parts):
+    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+    args = tyro.cli(Args)
+    if args.resume is not None:
+        try:
+            config = json.loads(Path(args.resume, "config.json").read_text())
+            if config["script"] != SCRIPT:
+                fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
+            defaults = Args(**config["args"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
+        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:
-        args = tyro.cli(Args)
-        if args.resume is not None:
-            args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
-        main(args)
-    except (OSError, wandb.Error) as error:  # a full disk, a closed pipe, no account
-        fail(str(error).partition("\n")[0], 1)
+        main(args, **parts)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a bug; but PyTorch says in this way, too, that memory is short
+        fail(f"{type(error).__name__}: {error}", 1)
 
 
 if __name__ == "__main__":

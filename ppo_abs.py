@@ -496,8 +496,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
 
             # 2. Update θ on PPO's loss: N_epochs passes in shuffled mini-batches.
             next_values = torch.where(truncated, last_values, values[1:])
-            rollout = rewards, values[:-1], next_values, terminated, truncated
-            advantages = gae(*rollout, args.gamma, args.gae_lambda)
+            ends = terminated, truncated
+            advantages = gae(rewards, values[:-1], next_values, *ends, args.gamma, args.gae_lambda)
             b_obs = obs.flatten(0, 1)
             b_actions = actions.flatten()
             b_log_probs = log_probs.flatten()

@@ -1,49 +1,62 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,<2.14", "gymnasium[mujoco]>=1.4", "numpy>=2.0", "tyro>=1.0",
+# dependencies = ["torch>=2.11,<2.15", "gymnasium[mujoco]>=1.4", "numpy>=2.0", "tyro>=1.0",
 #     "wandb>=0.25", "tqdm>=4.67"]
 # ///
 """PPO with Adaptive Batch Scaling (ABS), for continuous actions (MuJoCo), in one file.
 
-PPO [arXiv 1707.06347] plays L steps, learns from them in several epochs, and starts anew. ABS
-[arXiv 2605.21557] lets L follow the policy. Every K-th iteration copies the network to θ_old before
-it updates θ, and then measures in a sample B_ref of its states how far the policy has moved: here
-by the KL divergence δ of two Gaussians. A volatile policy gets small batches, a stable one large:
+PPO [arXiv 1707.06347] learns a policy π and its value V. It plays L steps, learns from them in
+several epochs, throws them away and starts again. Its objective is clipped where the policy has
+moved too far from the one that acted.
+
+ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it keeps a copy θ_old of the
+network from before the update. After the update it draws a sample B_ref of M states from the
+rollout, and measures how far the policy has moved in them: the KL divergence δ of two Gaussians. A
+policy that moves a lot gets small batches, a stable one gets large batches:
 
     δ   = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) ),    s_i ~ B_ref
-    δ̄   = mean of the last 20 δ; L moves from the 10th δ on
-    α   = log(clip(δ̄, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
+    δ̄   = the mean of the last 20 δ;  L moves from the 10th δ on
+    α   = log(clip(δ̄, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L'
+    L_adapt ← (1 - β) L_adapt + β L'                smooths L; it starts at L_min, with β = 0.1
 
-L counts the steps of all E environments: each makes L / E, rounded. The numbers are those of ABS's
-own code; the paper has none. That code differs in four points: 5M steps; L is rounded down to a
-multiple of 32; once L has moved, epochs are N_epochs · L // 2048, even where fewer than N_epochs; a
-time limit ends an episode, as for CleanRL: here the value of the last observation stands in.
+The paper gives no numbers for PPO. These are the experiment of its author's code, in which L is the
+whole batch: with E environments, each of them makes L / E steps. That code differs in four points:
+it runs 5M steps; it rounds L down to a multiple of 32; once L has moved, it makes
+N_epochs · L // 2048 epochs, even if these are fewer than N_epochs; and a time limit counts as an
+end, where here the value of the last observation stands in. The main lines that only ABS needs are
+marked "ABS".
 
-What turns PPO into PPO with ABS is marked "ABS". It runs on the CPU. For your own environment or
-network, replace make_envs or ActorCritic, which has .actor (the means) and .log_std.
-
-Installation of MuJoCo:          pip install "gymnasium[mujoco]"
-HalfCheetah on one core:         python ppo_abs_continuous.py --env-id HalfCheetah-v5
-Plain PPO, L = 2,048 throughout: python ppo_abs_continuous.py --no-adapt-rollout
-After Ctrl-C or a crash:         python ppo_abs_continuous.py --resume runs/...
+Install MuJoCo:
+    pip install "gymnasium[mujoco]"
+HalfCheetah, on one core:
+    python ppo_abs_continuous.py --env-id HalfCheetah-v5
+Plain PPO, with L = 2,048 throughout:
+    python ppo_abs_continuous.py --no-adapt-rollout
+Continue a run after Ctrl-C or a crash:
+    python ppo_abs_continuous.py --resume runs/...
+Your own environment, network or schedule: pass make_envs, ActorCritic (with .actor, which gives the
+means, and .log_std) or rollout_length to launch(), as the files in examples/ do for pqn_abs.py.
 """
 
 import copy
-import csv
 import json
 import math
+import multiprocessing
 import os
+import platform
+import random
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while modules load
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small networks gain nothing by more
 
 import gymnasium
@@ -51,54 +64,58 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-import wandb
 from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tqdm import tqdm
 
+try:
+    import fcntl  # for a lock on the run's folder
+except ImportError:  # on Windows
+    fcntl = None
+
 
 @dataclass
 class Args:
-    """PPO with Adaptive Batch Scaling on MuJoCo. In brackets, symbols."""
+    """PPO with Adaptive Batch Scaling on MuJoCo. Symbols are in brackets."""
 
-    env_id: str = "HalfCheetah-v5"  # any of Gymnasium's with numbers as observations and actions
+    env_id: str = "HalfCheetah-v5"  # any of Gymnasium's with vectors as observations and actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
     total_timesteps: int = 1_000_000  # [T_total] environment steps
-    num_envs: int = 1  # [E] environments, one after the other; each makes L / E steps of a rollout
-    learning_rate: float = 3e-4  # of Adam at the start
-    anneal_lr: bool = True  # the learning rate falls linearly to 0, and the KL with it
+    num_envs: int = 1  # [E] environments, one after the other
+    learning_rate: float = 3e-4  # learning rate of Adam
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # [γ] discount
-    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 Monte Carlo
-    num_minibatches: int = 32  # mini-batches an epoch; their number is fixed, their size follows L
+    gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 is Monte Carlo
+    num_minibatches: int = 32  # mini-batches per epoch
     update_epochs: int = 10  # [N_epochs] passes over each rollout
     clip_coef: float = 0.2  # [ε] probability ratios are clipped to 1 ± ε, changes of values to ± ε
-    ent_coef: float = 0.0  # [c_e] weight of the entropy bonus
-    vf_coef: float = 0.5  # [c_v] weight of the value loss
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
-    adapt_rollout: bool = True  # let L follow the KL, from L_min on; --no-adapt-rollout: plain PPO
-    num_steps: int = 2048  # [L] plain PPO's rollout, steps of all environments together
-    rollout_min: int = 1024  # [L_min] rollout of a volatile policy, and the first one
-    rollout_max: int = 8192  # [L_max] rollout of a stable policy
-    adapt_frequency: int = 10  # [K] iterations from one measurement of the KL to the next
-    delta_min: float = 0.01  # [δ_min] KL at and below which the policy counts as stable
-    delta_max: float = 0.1  # [δ_max] KL at and above which it counts as volatile
-    beta: float = 0.1  # [β] smoothing of L_adapt
-    reference_states: int = 2048  # [M] size of B_ref, at most the batch
-    divergence_window: int = 20  # measurements whose mean L follows
-    burn_in: int = 10  # measurement with which L begins to move
-    scale_epochs: bool = True  # max(N_epochs, N_epochs · L // base_steps) passes
-    base_steps: int = 2048  # L above which --scale-epochs adds passes
+    adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PPO with L = num_steps
+    num_steps: int = 2048  # [L] of plain PPO: steps of all environments together
+    rollout_min: int = 1024  # [L_min] of a volatile policy, and of the first rollout
+    rollout_max: int = 8192  # [L_max] of a stable policy
+    adapt_frequency: int = 10  # [K] measure the KL divergence in every K-th iteration
+    delta_min: float = 0.01  # [δ_min] at this KL divergence or less, the policy counts as stable
+    delta_max: float = 0.1  # [δ_max] at this KL divergence or more, it counts as volatile
+    beta: float = 0.1  # [β] step size of L_adapt
+    reference_states: int = 2048  # [M] states in B_ref
+    divergence_window: int = 20  # how many measurements' mean drives L
+    burn_in: int = 10  # how many measurements there must be before L moves
+    scale_epochs: bool = True  # more epochs where L > base_steps: N_epochs * L // base_steps
+    base_steps: int = 2048  # L above which --scale-epochs adds epochs
 
-    runs_dir: str = "runs"  # where the run's folder is made
-    run_name: str | None = None  # its name; by default game, script, seed and time
-    checkpoint_every: float = 300.0  # seconds from one checkpoint to the next
-    resume: str | None = None  # folder of a run to go on with; its arguments are the defaults then
-    track: bool = False  # send the metrics to Weights & Biases too (project: $WANDB_PROJECT)
+    runs_dir: str = "runs"  # the run's folder is created in here
+    run_name: str | None = None  # the folder's name; by default game, script, seed and time
+    checkpoint_every: float = 300.0  # seconds between checkpoints
+    resume: str | None = None  # continue the run in this folder; its arguments become the defaults
+    track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights, by default with the gain for ReLU, and zero biases."""
+    """Orthogonal weights and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -132,25 +149,82 @@ class ActorCritic(nn.Module):
 
 
 def make_envs(args: Args):
-    """args.num_envs copies of one of Gymnasium's environments, as one vector.
+    """A vector of args.num_envs copies of one of Gymnasium's environments.
 
-    Your own may be any Gymnasium VectorEnv with observations (E, D) and actions (E, A) that are Box
-    spaces, and same-step autoreset: where an episode ends, step() gives the next one's first
-    observation, and the last observation of the ended one in info["final_obs"].
+    Your own make_envs may return any Gymnasium VectorEnv that has
+    - observations (E, D) and actions (E, A) in Box spaces,
+    - same-step autoreset: where an episode ends, step() returns the next one's first observation,
+      and info["final_obs"] holds the last observation of the one that ended.
     """
     makers = [lambda: gymnasium.make(args.env_id)] * args.num_envs
     try:
-        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     except (gymnasium.error.Error, ImportError) as error:  # without MuJoCo, it says how to get it
-        fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
+        fail(f"--env-id {args.env_id}: {error}")
+
+
+def check_envs(args, envs):
+    """Refuse environments that main cannot train on; warn of actions that are badly scaled."""
     for space in (envs.single_observation_space, envs.single_action_space):
         if not isinstance(space, Box) or len(space.shape) != 1:
-            fail(f"--env-id {args.env_id}: one-dimensional Box spaces are needed, not {space}")
-    return envs
+            fail(f"--env-id {args.env_id}: needs one-dimensional Box spaces, not {space}")
+    space = envs.single_action_space
+    one_sided = space.bounded_below != space.bounded_above
+    if not np.issubdtype(space.dtype, np.floating) or one_sided.any():
+        fail(f"--env-id {args.env_id}: needs real actions, bounded on both sides or none: {space}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
+    if envs.num_envs != args.num_envs:
+        fail(f"make_envs returned {envs.num_envs} environments instead of {args.num_envs}")
+    low, high = space.low.min(), space.high.max()
+    off_zero = (space.low > 0).any() or (space.high < 0).any()
+    if space.is_bounded() and (off_zero or high - low > 20):
+        say(
+            f"{SCRIPT}: actions go from {low:g} to {high:g}, but the policy starts with mean 0 and "
+            "standard deviation 1; gymnasium.wrappers.RescaleAction(env, -1, 1) mends that"
+        )
+
+
+def check_policy(args, envs, outputs):
+    """Refuse a network that does not return means and values of the right shapes."""
+    shapes = [tuple(output.shape) for output in outputs]
+    expected = [(args.num_envs, *envs.single_action_space.shape), (args.num_envs,)]
+    if shapes != expected:
+        fail(f"the network must return means and values of shapes {expected}, not {shapes}")
+
+
+def reset(envs, seed):
+    """Start the environments; returns the first observations, float64 (E, D)."""
+    sub_envs = getattr(envs.unwrapped, "envs", [])
+    for i, env in enumerate([envs, *sub_envs]):  # they may call their spaces' sample()
+        for name in ("action", "observation", "single_action", "single_observation"):
+            if hasattr(env, f"{name}_space"):
+                getattr(env, f"{name}_space").seed(seed + i)
+    obs, _ = envs.reset(seed=seed)
+    return np.array(obs, float)
+
+
+def step(envs, actions):
+    """Act in all environments; actions are (E, A). Returns NumPy arrays, all of them copies:
+
+    - next_obs (E, D): the observations to act on next
+    - following (E, D): the same, but the last observation of an episode that ended
+    - rewards, terminated, truncated (E,)
+    """
+    obs, rewards, terminated, truncated, info = envs.step(actions)
+    next_obs = np.array(obs, float)
+    terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
+    over = terminated | truncated
+    following = next_obs.copy()
+    if over.any():
+        following[over] = np.stack(info["final_obs"][over])
+    if not (np.isfinite(next_obs).all() and np.isfinite(following).all()):
+        fail("an environment returned an observation that is not finite", status=1)
+    return next_obs, following, np.array(rewards, float), terminated, truncated
 
 
 class RunningMoments:
-    """Mean and variance, in float64, of all rows (N, *shape) that update() has seen."""
+    """Mean and variance, in float64, of all the rows (N, *shape) that update() has seen."""
 
     def __init__(self, shape):
         self.count = 1e-4  # as if so many rows had been seen, with mean 0 and variance 1
@@ -172,15 +246,16 @@ class RunningMoments:
 
     def load_state_dict(self, state):
         self.count = state["count"]
-        self.mean = np.array(state["mean"])
-        self.squares = np.array(state["squares"])
+        shape = self.mean.shape
+        self.mean = np.array(state["mean"], float).reshape(shape)  # an error, if it is another's
+        self.squares = np.array(state["squares"], float).reshape(shape)
 
 
 class Normalizer:
-    """What learning sees of observations and rewards: scaled by running moments, clipped to ±10.
+    """Scales observations and rewards by their running moments, and clips them to ±10.
 
-    Of Gymnasium's own vector wrappers, NormalizeObservation refuses same-step autoreset, and
-    NormalizeReward drops an episode's earlier rewards from the return of its terminal step.
+    Gymnasium has vector wrappers for it. But NormalizeObservation refuses same-step autoreset, and
+    NormalizeReward drops an episode's earlier rewards from the return of its last step.
     """
 
     def __init__(self, envs, gamma):
@@ -190,7 +265,7 @@ class Normalizer:
         self.discounted = np.zeros(envs.num_envs)  # Σ γ^k r_{t-k} of the episodes under way
 
     def scale(self, obs):
-        """Observations (N, D) as the network sees them, float32, by the moments up to now."""
+        """Observations (N, D) as the network sees them, float32."""
         scaled = (obs - self.observations.mean) / self.observations.std()
         return scaled.clip(-10, 10).astype(np.float32)
 
@@ -199,23 +274,16 @@ class Normalizer:
         self.observations.update(obs)
         return self.scale(obs)
 
-    def observe_step(self, obs, over, info):
-        """What step() gives -> observations of the same episodes, and those to act on; (E, D).
-
-        They differ where an episode is over (E,): its last observation, and the next one's first.
-        """
-        if not over.any():
-            scaled = self.observe(obs)
-            return scaled, scaled
-        same_episode = obs.copy()
-        same_episode[over] = np.stack(info["final_obs"][over])
-        following = self.observe(same_episode)
-        next_obs = following.copy()
-        next_obs[over] = self.observe(obs[over])
-        return following, next_obs
+    def observe_step(self, next_obs, following, over):
+        """Scales both results of step(), after counting every observation once. over is (E,)."""
+        scaled = self.observe(following)
+        scaled_next = scaled.copy()
+        if over.any():
+            scaled_next[over] = self.observe(next_obs[over])
+        return scaled_next, scaled
 
     def reward(self, rewards, over):
-        """Rewards (E,) over the standard deviation of discounted returns; not centred."""
+        """Rewards (E,), divided by the standard deviation of the discounted returns so far."""
         self.discounted = self.gamma * self.discounted + rewards
         self.returns.update(self.discounted)
         self.discounted[over] = 0
@@ -223,43 +291,51 @@ class Normalizer:
 
 
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """Generalised advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
+    """Generalized advantage estimates, computed backwards [arXiv 1506.02438]. All are (L, E).
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}) of the state that truly followed, in the same episode. Where the
-    rollout ends or a time limit cuts the episode (truncated) there is no A_{t+1}, and this value
-    stands in for all that follows.
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. Where that was
+    truncated, it is not values[t + 1], which is of the next episode's first state. At the end of
+    the rollout and of a truncated episode, next_values[t] stands for all that follows. Where the
+    episode terminated, it is ignored.
     """
-    targets = rewards + gamma * ~terminated * next_values
-    deltas = targets - values
+    deltas = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
-    advantage = torch.zeros_like(values[0])
+    next_advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * advantage
-        advantages[t] = advantage
+        next_advantage = deltas[t] + gamma * gae_lambda * goes_on[t] * next_advantage
+        advantages[t] = next_advantage
     return advantages
 
 
 def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
-    """PPO's loss of the policy, to be minimised, of each sample. All are (N,), the result too.
+    """PPO's policy loss of each sample. All are (N,), the result too.
 
-    ρ = π_θ(a|s) / π_θold(a|s),   L^CLIP = min( ρ A, clip(ρ, 1 - ε, 1 + ε) A ),   loss = -L^CLIP
+    ρ = π_θ(a|s) / π_θold(a|s),    loss = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
     """
     ratios = (log_probs - old_log_probs).exp()
-    objective = ratios * advantages
-    clipped_objective = ratios.clamp(1 - clip_coef, 1 + clip_coef) * advantages
-    return -torch.minimum(objective, clipped_objective)
+    clipped_ratios = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.minimum(ratios * advantages, clipped_ratios * advantages)
 
 
 def clipped_value_loss(values, old_values, returns, clip_coef):
-    """½ max( (V - R)², (clip(V, V_old ± ε) - R)² ) of each sample. All are (N,), the result too."""
+    """PPO's value loss of each sample, with V clipped to V_old ± ε. All are (N,), the result too.
+
+    loss = 1/2 max( (V - R)², (V_old + clip(V - V_old, -ε, ε) - R)² )
+    """
     clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
     errors = (values - returns).square()
     clipped_errors = (clipped_values - returns).square()
     return 0.5 * torch.maximum(errors, clipped_errors)
+
+
+def normalize(advantages):
+    """Advantages (N,) of a mini-batch, shifted and scaled to mean 0 and standard deviation 1."""
+    # With correction=1, a mini-batch of one sample would be NaN.
+    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
 
 def gaussian_log_prob(means, log_std, actions):
@@ -282,11 +358,38 @@ def gaussian_kl(mean_p, log_std_p, mean_q, log_std_q):
     return kl.sum(-1)
 
 
+def ppo_loss(network, batch, args):
+    """PPO's loss of a mini-batch, to be minimised, and its parts, named as they are logged.
+
+    loss = mean_i[ -L^CLIP + vf_coef · value loss - ent_coef · entropy of π_θ ]
+
+    The mini-batch has obs (N, D), actions (N, A), and (N,): log_probs and values from when it was
+    collected, advantages and returns.
+    """
+    means, values = network(batch["obs"])
+    log_probs = gaussian_log_prob(means, network.log_std, batch["actions"])
+    advantages = normalize(batch["advantages"])
+    policy_loss = clipped_surrogate(log_probs, batch["log_probs"], advantages, args.clip_coef)
+    value_loss = clipped_value_loss(values, batch["values"], batch["returns"], args.clip_coef)
+    entropy = gaussian_entropy(network.log_std)
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    ratios = (log_probs - batch["log_probs"]).exp()
+    losses = {
+        "losses/policy_loss": policy_loss.mean(),
+        "losses/value_loss": value_loss.mean(),
+        "losses/entropy": entropy,
+        "losses/clipfrac": ((ratios - 1).abs() > args.clip_coef).float().mean(),
+    }
+    return loss.mean(), losses
+
+
 @torch.no_grad()
 def policy_divergence(network, old_network, states) -> float:
-    """δ, how far two networks' policies lie apart in the states (M, D), in nats [ABS].
+    """How far apart two networks' policies are in the states (M, D), in nats [ABS].
 
-    The paper does not give the direction of the KL divergence; this is that of ABS's own code.
+    δ = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) )
+
+    The paper does not say which of the two comes first. This is how its author's code has it.
     """
     mean, old_mean = network.actor(states), old_network.actor(states)
     return gaussian_kl(mean, network.log_std, old_mean, old_network.log_std).mean().item()
@@ -295,14 +398,14 @@ def policy_divergence(network, old_network, states) -> float:
 def rollout_length(
     divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
 ) -> float:
-    """The next L_adapt, a real number of steps, from δ_π and the last L_adapt [ABS, Eq. 4].
+    """The next L_adapt, a real number of steps, from δ_π and the current L_adapt [ABS, Eq. 4].
 
     α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls the smoothing coefficient α too, but with the α of Eq. 4 the batch of a stable
-    policy (α = 0) would stay as it is. So it is a constant of its own here, β.
+    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
+    never change L_adapt. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -312,345 +415,408 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
-def main(args: Args) -> Path:
-    """Train; returns the run's folder."""
-    check(args)
-    torch.manual_seed(fresh_seed(args.seed, 0))
+def seed_all(seed, iteration) -> int:
+    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
+
+
+def main(
+    args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=rollout_length, gae=gae
+) -> Path:
+    """Train, and return the run's folder. Parts that you pass replace those of this file."""
+    check_args(args)
+    folder = run_folder(args)
+    seed_all(args.seed, 0)
     envs = make_envs(args)
+    check_envs(args, envs)
     num_envs = args.num_envs
     space = envs.single_action_space
-    network = ActorCritic(envs)
-    old_network = copy.deepcopy(network)  # ABS: θ_old
+    network = ActorCritic(envs).eval()  # networks with dropout act without it
+    old_network = copy.deepcopy(network)  # ABS: θ_old, filled in the loop
     normalizer = Normalizer(envs, args.gamma)
-    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # lr: below
-    moments = {"observations": normalizer.observations, "returns": normalizer.returns}
-    saved = load_checkpoint(args, network=network, optimizer=optimizer, **moments)  # {}: a new run
+    # The loop sets the learning rate. fused=True is the fastest implementation.
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)
+    modules = {"network": network, "optimizer": optimizer, "rollout_length": rollout_length}
+    modules |= {"observations": normalizer.observations, "returns": normalizer.returns}
+    saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
-    first_length = args.rollout_min if args.adapt_rollout else args.num_steps
-    adaptive_length = saved.get("adaptive_length", float(first_length))  # ABS: L_adapt
+    adaptive_length = saved.get("adaptive_length", float(args.rollout_min))  # ABS: L_adapt
     divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
-    first_obs, _ = envs.reset(seed=fresh_seed(args.seed, iteration))
-    next_obs = normalizer.observe(first_obs)
-    check_parts(envs, network, torch.from_numpy(next_obs))
-    run = Run(args, torch.device("cpu"), False, saved)
+    seed = seed_all(args.seed, iteration)  # a resumed run starts new episodes
+    next_obs = normalizer.observe(reset(envs, seed))
+    check_policy(args, envs, network(torch.from_numpy(next_obs)))
+    with closing(envs), Run(args, folder, torch.device("cpu"), False, saved) as run:
+        done = global_step >= args.total_timesteps
+        while not done:
+            iteration += 1
+            # Seed each iteration anew, so that a resumed run needs no saved generator states.
+            seed_all(args.seed, iteration)
+            total_length = adaptive_length if args.adapt_rollout else args.num_steps  # ABS: L
+            length = round(total_length / num_envs)  # in each environment
+            batch_size = length * num_envs
+            # The KL spans the updates of this one iteration. K only sets how often it is measured.
+            is_measured = iteration % args.adapt_frequency == 0  # ABS
+            if is_measured:
+                old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
+            optimizer.param_groups[0]["lr"] = args.learning_rate
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] *= 1 - global_step / args.total_timesteps
 
-    while global_step < args.total_timesteps and not run.stopped:
-        iteration += 1
-        # Anew in each iteration: no RNG state needs saving, and measuring changes no later draw.
-        torch.manual_seed(fresh_seed(args.seed, iteration))
-        length = round(adaptive_length / num_envs)  # ABS: L / E
-        batch_size = length * num_envs
-        learning_rate = args.learning_rate
-        if args.anneal_lr:
-            learning_rate *= 1 - global_step / args.total_timesteps
-        optimizer.param_groups[0]["lr"] = learning_rate
-        # K counts iterations: the KL compares the policies before and after a K-th one's updates.
-        measure = iteration % args.adapt_frequency == 0  # ABS
-        if measure:
-            old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
+            # 1. Collect L steps with actions drawn from π_θ, in NumPy, which writes rows faster.
+            obs = np.zeros((length, *next_obs.shape), np.float32)
+            following = np.zeros_like(obs)  # the observations after them, in the same episodes
+            actions = torch.randn((length, num_envs, *space.shape)).numpy()  # standard normal yet
+            rewards = np.zeros((length, num_envs), np.float32)
+            terminated = np.zeros((length, num_envs), bool)
+            truncated = np.zeros_like(terminated)
+            with torch.no_grad():
+                std = network.log_std.exp().numpy()
+                for t in range(length):
+                    obs[t] = next_obs
+                    means = network.actor(torch.from_numpy(next_obs)).numpy()
+                    actions[t] = means + std * actions[t]
+                    allowed = actions[t].clip(space.low, space.high)  # π learns from what it drew
+                    raw_obs, raw_following, reward, terminal, timeout = step(envs, allowed)
+                    over = terminal | timeout
+                    next_obs, following[t] = normalizer.observe_step(raw_obs, raw_following, over)
+                    rewards[t] = normalizer.reward(reward, over)
+                    terminated[t] = terminal
+                    truncated[t] = timeout
+                    run.add_rewards(reward, over)
+                    global_step += num_envs
+                obs, actions, rewards = map(torch.from_numpy, (obs, actions, rewards))
+                terminated, truncated = map(torch.from_numpy, (terminated, truncated))
+                means, values = network(obs)
+                log_probs = gaussian_log_prob(means, network.log_std, actions)
+                next_values = network(torch.from_numpy(following))[1]
 
-        # 1. Collect a rollout with actions drawn from π_θ, in NumPy: rows are written faster.
-        obs, following = np.zeros((2, length, *next_obs.shape), np.float32)
-        actions = torch.randn((length, num_envs, *space.shape)).numpy()  # standard normal as yet
-        rewards = np.zeros((length, num_envs), np.float32)
-        terminated, truncated = np.zeros((2, length, num_envs), bool)
-        with torch.no_grad():
-            std = network.log_std.exp().numpy()
-            for t in range(length):
-                obs[t] = next_obs
-                means = network.actor(torch.from_numpy(next_obs)).numpy()
-                actions[t] = means + std * actions[t]
-                clipped = actions[t].clip(space.low, space.high)  # PPO learns from what was drawn
-                raw_obs, reward, terminated[t], truncated[t], info = envs.step(clipped)
-                over = terminated[t] | truncated[t]
-                following[t], next_obs = normalizer.observe_step(raw_obs, over, info)
-                rewards[t] = normalizer.reward(reward, over)
-                global_step += num_envs
-                run.count_episodes(global_step, reward, over)
-            obs = torch.from_numpy(obs)
-            actions = torch.from_numpy(actions)
-            means, values = network(obs)
-            log_probs = gaussian_log_prob(means, network.log_std, actions)
-            next_values = network(torch.from_numpy(following))[1]
+            # 2. Update θ by PPO's loss: N_epochs passes in shuffled mini-batches.
+            advantages = gae(
+                rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
+            )
+            batch = {
+                "obs": obs.flatten(0, 1),
+                "actions": actions.flatten(0, 1),
+                "log_probs": log_probs.flatten(),
+                "values": values.flatten(),
+                "advantages": advantages.flatten(),
+                "returns": (advantages + values).flatten(),
+            }
+            epochs = args.update_epochs
+            if args.scale_epochs:
+                epochs = max(epochs, epochs * batch_size // args.base_steps)
+            network.train()
+            for _ in range(epochs):
+                shuffled = torch.randperm(batch_size)
+                for indices in shuffled.tensor_split(args.num_minibatches):
+                    minibatch = {name: column[indices] for name, column in batch.items()}
+                    loss, losses = ppo_loss(network, minibatch, args)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    updates += 1
+            network.eval()
 
-        # 2. Update θ by PPO's loss: N_epochs passes in shuffled mini-batches.
-        ends = torch.from_numpy(terminated), torch.from_numpy(truncated)
-        rewards = torch.from_numpy(rewards)
-        advantages = gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
-        b_obs = obs.flatten(0, 1)
-        b_actions = actions.flatten(0, 1)
-        b_log_probs = log_probs.flatten()
-        b_values = values.flatten()
-        b_advantages = advantages.flatten()
-        b_returns = b_advantages + b_values
-        epochs = args.update_epochs
-        if args.scale_epochs:
-            epochs = max(epochs, epochs * batch_size // args.base_steps)
-        for _ in range(epochs):
-            shuffled = torch.randperm(batch_size)
-            for minibatch in shuffled.tensor_split(args.num_minibatches):
-                means, value = network(b_obs[minibatch])
-                log_prob = gaussian_log_prob(means, network.log_std, b_actions[minibatch])
-                old_log_prob, old_value = b_log_probs[minibatch], b_values[minibatch]
-                advantage, target = b_advantages[minibatch], b_returns[minibatch]
-                advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
-                policy_loss = clipped_surrogate(log_prob, old_log_prob, advantage, args.clip_coef)
-                value_loss = clipped_value_loss(value, old_value, target, args.clip_coef)
-                entropy = gaussian_entropy(network.log_std)
-                loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-                optimizer.step()
-                updates += 1
+            # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
+            kl = None
+            if is_measured:
+                sample = torch.randperm(batch_size)[: args.reference_states]  # B_ref
+                kl = policy_divergence(network, old_network, batch["obs"][sample])
+                divergences.append(kl)
+                if iteration // args.adapt_frequency >= args.burn_in:
+                    adaptive_length = rollout_length(
+                        sum(divergences) / len(divergences),
+                        adaptive_length,
+                        rollout_min=args.rollout_min,
+                        rollout_max=args.rollout_max,
+                        delta_min=args.delta_min,
+                        delta_max=args.delta_max,
+                        beta=args.beta,
+                    )
 
-        # 3. ABS: measure how far the updates moved the policy, and let the next rollouts follow.
-        kl = None
-        if measure:
-            sample = torch.randperm(batch_size)[: args.reference_states]  # B_ref
-            kl = policy_divergence(network, old_network, b_obs[sample])
-            divergences.append(kl)
-            if args.adapt_rollout and iteration // args.adapt_frequency >= args.burn_in:
-                adaptive_length = rollout_length(
-                    sum(divergences) / len(divergences),
-                    adaptive_length,
-                    rollout_min=args.rollout_min,
-                    rollout_max=args.rollout_max,
-                    delta_min=args.delta_min,
-                    delta_max=args.delta_max,
-                    beta=args.beta,
-                )
-
-        # 4. Log and save. Losses are the last mini-batch's.
-        outside = (log_prob - old_log_prob).expm1().abs() > args.clip_coef
-        row = {
-            "global_step": global_step,
-            "charts/updates": updates,
-            "charts/learning_rate": learning_rate,
-            "abs/rollout_length": batch_size,  # of all environments
-            "abs/batch_size": batch_size,
-            "abs/kl_divergence": kl,
-            "losses/policy_loss": policy_loss.mean().item(),
-            "losses/value_loss": value_loss.mean().item(),
-            "losses/entropy": entropy.item(),
-            "losses/clipfrac": outside.float().mean().item(),
-            "losses/grad_norm": grad_norm.item(),
-        }
-        run.log(row)
-        run.save(
-            network=network.state_dict(),
-            optimizer=optimizer.state_dict(),
-            observations=normalizer.observations.state_dict(),
-            returns=normalizer.returns.state_dict(),
-            global_step=global_step,
-            iteration=iteration,
-            updates=updates,
-            adaptive_length=adaptive_length,
-            divergences=list(divergences),
-        )
-    envs.close()
-    run.close()
-    return run.folder
+            # 4. Log and save. Losses are the last mini-batch's.
+            row = {
+                "global_step": global_step,
+                "charts/updates": updates,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                "abs/rollout_length": batch_size,  # L counts the steps of all environments here
+                "abs/batch_size": batch_size,
+                "abs/kl_divergence": kl,
+                "losses/grad_norm": grad_norm.item(),
+            }
+            for name, loss in losses.items():
+                row[name] = loss.item()
+            run.check_finite(network)
+            run.log(row)
+            done = global_step >= args.total_timesteps or run.interrupted
+            if done or run.save_is_due():
+                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
+                lengths = {"adaptive_length": adaptive_length, "divergences": list(divergences)}
+                run.save(modules, **counters, **lengths)
+    return folder
 
 
-# --- From here on: checks, files, signals, W&B. Nothing of it is about the algorithm. ---
+# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
+
+SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
 
 
-SCRIPT = Path(__file__).name  # a file that replaces parts of this one puts its own name here
+def say(message):
+    """Print a line to stderr, above the progress bar."""
+    try:
+        tqdm.write(message, file=sys.stderr)
+    except OSError:  # a closed pipe or a full disk: training goes on
+        sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2: the input is wrong; 1: the run went wrong."""
-    tqdm.write(f"{SCRIPT}: {message}", file=sys.stderr)  # not into the progress bar
+    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
 
-def check(args):
-    """Refuse arguments that make no run, before any work starts."""
+def check_args(args):
+    """Refuse arguments that cannot work, before anything starts."""
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     limits = [
-        (1, math.inf, "total_timesteps update_epochs num_steps rollout_min"),
-        (1, math.inf, "adapt_frequency reference_states divergence_window base_steps"),
-        (0, math.inf, "seed burn_in"),
-        (0, 1, "gamma gae_lambda beta"),
-        (0, 1e9, "ent_coef vf_coef"),
-        (1e-9, 1, "clip_coef"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),
+        (0, 2**63, "seed"),
+        (1, 10**15, "total_timesteps"),
+        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**9, "adapt_frequency reference_states divergence_window base_steps"),
+        (0, 10**9, "burn_in"),
         (1, shortest, "num_envs"),
-        (1, shortest // 2, "num_minibatches"),  # rounding L / E may halve the batch
+        (1, shortest // args.num_envs * args.num_envs, "num_minibatches"),
+        (0, 1, "gamma gae_lambda ent_coef vf_coef beta"),
+        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every clip_coef delta_max"),
+        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
-        limits.append((args.rollout_min, math.inf, "rollout_max"))
+        limits.append((args.rollout_min, 10**6, "rollout_max"))
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
-            if not low <= value <= high:  # as NaN is not, either
-                fail(f"--{name.replace('_', '-')} {value}: it must be from {low} to {high}")
-    if args.resume is None:
-        folder = run_folder(args)
-        if os.path.exists(folder):
-            fail(f"{folder} is there already: choose another --run-name, or --resume it")
-
-
-def fresh_seed(seed, iteration):
-    """30 bits that differ with the run's seed and the iteration."""
-    return int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]) >> 2
+            if not low <= value <= high:  # NaN is refused, too
+                option = name.replace("_", "-")
+                shown = str(value)[:20]  # somebody may type 400 digits
+                fail(f"--{option} {shown}: it must be from {low} to {high}")
 
 
 def run_folder(args):
-    """Where the run's files are, or are going to be."""
+    """The folder of --resume, or that of a new run, which must not exist yet."""
     if args.resume is not None:
-        return Path(args.resume.removesuffix("checkpoint.pt"))
-    game = args.env_id.replace("/", "-")
-    name = f"{game}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
-    return Path(args.runs_dir, args.run_name or name)
+        return Path(args.resume)
+    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
+    folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
+    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+        fail(f"{folder} exists already: choose another --run-name, or --resume it")
+    return folder
 
 
-def load_checkpoint(args, **modules):
-    """The checkpoint of --resume, {} without; modules get their weights or optimiser state."""
+def load_checkpoint(args, folder, modules):
+    """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
     try:  # with weights_only=True, a file from a stranger runs no code
-        path = run_folder(args) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["args"].keys() != asdict(args).keys():
-            raise ValueError("it has other options")
-        for name in ("global_step", "iteration", "updates", "metrics_size", "episodes_size"):
-            checkpoint[name].bit_length()  # an error where it is no integer, and below no number
-        sum(checkpoint["scores"] + checkpoint["divergences"], checkpoint["seconds"])
-        length = min(max(checkpoint["adaptive_length"], args.rollout_min), args.rollout_max)
-        checkpoint["adaptive_length"] = length if args.adapt_rollout else float(args.num_steps)
-        checkpoint["optimizer"]["param_groups"][0]["lr"] = args.learning_rate
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
-            module.load_state_dict(checkpoint[name])
-    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
-        reason = str(error).partition("\n")[0]
-        fail(f"--resume {args.resume}: no checkpoint of this version of {SCRIPT} ({reason})")
-    return checkpoint
+            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
+                module.load_state_dict(saved[name])
+        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        for parameter, state in modules["optimizer"].state.items():
+            for name in state.keys() - {"step"}:
+                state[name] = torch.empty_like(parameter).copy_(state[name])
+    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+        fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
+    return saved
 
 
-def check_parts(envs, network, obs):
-    """Do what make_envs and the network class return keep their promises?"""
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
-    actions = (envs.num_envs, *envs.single_action_space.shape)
-    means, values = network(obs)
-    if means.shape != actions or values.shape != actions[:1]:
-        fail("the network must give means (num_envs, actions) and values (num_envs,)")
+def provenance() -> dict:
+    """The versions of Python and the packages, and this file's git commit, if it has one."""
+    found = {"python": platform.python_version(), "commit": None}
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+        found[name] = getattr(sys.modules.get(name), "__version__", None)
+    # The whole commit, and "-dirty" if files were changed since.
+    git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
+    with suppress(OSError):  # git may not be installed
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["commit"] = done.stdout.strip() or None
+    return found
 
 
-class Run:
-    """A run's folder with its four files, the progress bar, W&B, and the signals that end it."""
+def replace_file(path, write):
+    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
 
-    def __init__(self, args, device, bfloat16, saved):
+
+class Run(AbstractContextManager):
+    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
+
+    def __init__(self, args, folder, device, bfloat16, saved):
         self.args = args
-        self.interrupted = self.stopped = False
+        self.folder = folder
+        self.interrupted = False  # by Ctrl-C, SIGTERM or SIGHUP
         self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
-        self.score = np.zeros(args.num_envs)  # of the episodes under way
-        self.steps = np.zeros(args.num_envs, int)
+        self.score = 0.0  # of the episodes in progress: (E,) after the first step
+        self.step = saved.get("global_step", 0)
         self.seconds = saved.get("seconds", 0.0)
-        self.folder = run_folder(args)
+        config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
+        config |= {"device": str(device), "bfloat16": bfloat16}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            folder.mkdir(parents=True, exist_ok=args.resume is not None)
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
         except OSError as error:
-            fail(f"{self.folder}: {error.strerror}; choose another --runs-dir or --run-name")
-        config = {"script": SCRIPT, "args": asdict(args), "args_before": saved.get("args")}
-        config |= {"device": str(device), "bfloat16": bfloat16, "torch": torch.__version__}
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        self.episodes = (self.folder / "episodes.csv").open("a", buffering=1)
-        if saved:  # rows that came after the checkpoint are going to be written again
-            self.metrics.truncate(min(saved["metrics_size"], self.metrics.tell()))
-            self.episodes.truncate(min(saved["episodes_size"], self.episodes.tell()))
-        if self.episodes.tell() == 0:
-            self.episodes.write("global_step,episodic_return,episodic_length\n")
+            fail(error)
+        try:
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work on {folder}")
+        except (AttributeError, OSError):  # Windows, or a file system that has no locks
+            pass
+        self.wandb = None
+        self.wandb_id = saved.get("wandb_id")
         if args.track:
-            name = self.folder.name
-            wandb.init(name=name, id=name, resume="allow", config=config)
-        done = saved.get("global_step", 0)
-        self.progress = tqdm(total=args.total_timesteps, initial=done, unit="step", unit_scale=True)
-        self.progress.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+            try:
+                import wandb
+
+                names = {"name": folder.resolve().name, "id": self.wandb_id}
+                self.wandb = wandb.init(**names, resume="allow", config=config)
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+            except Exception as error:  # no such package, no login, a forbidden name
+                if not saved:
+                    shutil.rmtree(folder)
+                fail(f"--track: {error}")
+        text = json.dumps(config, indent=2) + "\n"
+        replace_file(folder / "config.json", lambda path: path.write_text(text))
+        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
+        # somebody has edited it.)
+        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
+        # With a delay, nothing is drawn here, where an error would still end the run.
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+            with suppress(AttributeError, OSError):
+                os.setpgid(worker.pid, 0)
+        self.handlers = {}  # those that __exit__ puts back
+        if threading.current_thread() is threading.main_thread():  # others may set none
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                    self.handlers[number] = signal.signal(number, self.interrupt)
+        self.shown = "no iteration was left to do"
         self.row_at = time.perf_counter()
-        self.save_at = 0.0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-            if signal.getsignal(signum) == signal.SIG_DFL:  # not in a notebook or under nohup
-                signal.signal(signum, self.interrupt)
+        self.save_at = 0.0  # at the first iteration's end
 
-    def interrupt(self, signum, frame):
-        """Let the iteration finish; a second Ctrl-C ends at once."""
+    def interrupt(self, number, frame):
         self.interrupted = True
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
+        with suppress(OSError):
+            os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
-    def count_episodes(self, global_step, reward, ended):
-        """Add a step's rewards (E,) to the scores, and write those of the episodes that ended."""
-        self.score += reward
-        self.steps += 1
-        for score, steps in zip(self.score[ended], self.steps[ended], strict=True):
-            self.scores.append(float(score))
-            self.episodes.write(f"{global_step},{score},{steps}\n")
-        self.score[ended] = 0
-        self.steps[ended] = 0
+    def add_rewards(self, reward, game_over):
+        """Add a step's rewards (E,) to the scores; the mean of the last 100 is shown and logged."""
+        self.score = self.score + reward
+        self.scores.extend(self.score[game_over].tolist())
+        self.score[game_over] = 0
+
+    def check_finite(self, network):
+        """End the run, and keep its last checkpoint, if learning has failed."""
+        for name, weights in network.state_dict().items():
+            if not weights.isfinite().all():
+                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
 
     def log(self, row):
-        """Write, show and send an iteration's numbers, with its time and the mean score."""
+        """Write an iteration's row to metrics.csv, the progress bar and W&B."""
         now = time.perf_counter()
         self.seconds += now - self.row_at
         row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
         row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
         self.row_at = now
-        table = csv.DictWriter(self.metrics, row, lineterminator="\n")
         if self.metrics.tell() == 0:
-            table.writeheader()
-        table.writerow(row)
-        if self.args.track:
-            sent = {name: value for name, value in row.items() if value is not None}
-            wandb.log(sent, step=row["global_step"])
-        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
-        self.progress.set_postfix(shown, refresh=False)
-        self.progress.update(row["abs/batch_size"])
-
-    def save(self, **state):
-        """Where it is due, replace checkpoint.pt: at any moment, a whole one is there."""
-        for name, weights in state["network"].items():
-            if not weights.isfinite().all():
-                fail(f"{name} is not finite; a checkpoint in {self.folder} is from before", 1)
-        self.stopped = self.interrupted or state["global_step"] >= self.args.total_timesteps
-        if not self.stopped and time.perf_counter() < self.save_at:
-            return
-        state["args"] = asdict(self.args)
-        state["scores"] = list(self.scores)
-        state["seconds"] = self.seconds
-        state["metrics_size"] = self.metrics.seek(0, os.SEEK_END)
-        state["episodes_size"] = self.episodes.seek(0, os.SEEK_END)
+            self.metrics.write(",".join(row) + "\n")
+        cells = ["" if value is None else str(value) for value in row.values()]
+        self.metrics.write(",".join(cells) + "\n")
+        if self.wandb:
+            self.wandb.log({name: value for name, value in row.items() if value is not None})
+        self.step = row["global_step"]
+        score = f"return {np.mean(self.scores):.4g}" if self.scores else "no episode yet"
+        self.shown = f"{score}, L {row['abs/rollout_length']}"
         try:
-            torch.save(state, self.folder / "checkpoint.tmp")
-            os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            (self.folder / "checkpoint.tmp").unlink(missing_ok=True)
-            fail(f"can't write {self.folder}/checkpoint.pt: {error}", 1)
+            self.bar.set_postfix_str(self.shown, refresh=False)
+            self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
+        except OSError:  # stderr is a closed pipe or a full disk
+            self.bar.disable = True
+
+    def save_is_due(self):
+        return time.perf_counter() >= self.save_at
+
+    def save(self, modules, **state):
+        """Write checkpoint.pt: counters and scores, and the states of the modules."""
+        for name, module in modules.items():
+            if hasattr(module, "state_dict"):
+                state[name] = module.state_dict()
+        state |= {"scores": list(self.scores), "seconds": self.seconds}
+        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
+        replace_file(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
-    def close(self):
-        self.progress.close()
-        print(f"metrics and checkpoint: {self.folder}")
+    def __exit__(self, *error):
+        """Undo what __init__ did, also when training ends with an exception."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        with suppress(OSError):
+            self.metrics.close()
+        with suppress(OSError):
+            self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+            shutil.rmtree(self.folder)
+        elif error == (None, None, None):
+            verb = "stopped" if self.interrupted else "finished"
+            say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+                say(f"    python {command} {self.folder}")
 
 
-def launch():
-    """What the command line starts. With --resume, the checkpoint's arguments are the defaults."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # where it was closed
+def launch(Args=Args, **parts):
+    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+    args = tyro.cli(Args)
+    if args.resume is not None:
+        try:
+            config = json.loads(Path(args.resume, "config.json").read_text())
+            if config["script"] != SCRIPT:
+                fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
+            defaults = Args(**config["args"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
+        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:
-        args = tyro.cli(Args)
-        if args.resume is not None:
-            args = tyro.cli(Args, default=Args(**load_checkpoint(args)["args"]))
-        main(args)
-    except (OSError, wandb.Error) as error:  # a full disk, a closed pipe, no account
-        fail(str(error).partition("\n")[0], 1)
+        main(args, **parts)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a bug; but PyTorch says in this way, too, that memory is short
+        fail(f"{type(error).__name__}: {error}", 1)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ SCRIPTS = [f"{name}.py" for name in NAMES.split()]
 OWN = {"Args", "main", "check_args"}  # each script has its own
 EXCEPTIONS = {  # definitions that differ from those of the same name in other scripts
     ("QNetwork", "pqn_abs_xl.py"),
-    ("say", "pqn_abs_xl.py"),
-    ("make_envs", "ppo_abs_continuous.py"),
-    ("ActorCritic", "ppo_abs_continuous.py"),
+    ("say", "pqn_abs_xl.py"),  # it speaks for several processes
+    *((name, "ppo_abs_continuous.py") for name in "ActorCritic make_envs check_envs".split()),
+    *((name, "ppo_abs_continuous.py") for name in "check_policy reset step".split()),
 }
 
 
