@@ -5,30 +5,30 @@
 # ///
 """P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its trust region.
 
-P3O [arXiv 2605.12380] is a policy gradient without a clip range. It learns a policy π_θ from data
-that an older policy π_b has collected, in this rollout or, with --replay-rollouts, in earlier ones.
-How much that data is worth shows in the ratios ρ of the two policies. For each mini-batch of N
-samples, P3O computes the effective sample size N e_B: as many samples of π_θ itself would be worth
-as much. e_B enters the loss twice:
+P3O [arXiv 2605.12380] is a policy gradient without a clip range. It plays L steps in E environments
+and learns from them in several epochs. From the first update on, the policy π_θ differs from the
+policy π_b that played; with --replay-rollouts, π_b is older still. How much such data is worth
+shows in the ratios ρ of the two policies in a mini-batch of N samples. The samples are worth as
+much as N e_B samples of π_θ itself, which is called their effective sample size:
 
-    ρ_i = π_θ(a_i|s_i) / π_b(a_i|s_i)
-    e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²)                 1: all ratios are equal, 1/N: one outweighs all
-    L   = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
+    ρ_i  = π_θ(a_i|s_i) / π_b(a_i|s_i)
+    e_B  = (Σ_i ρ_i)² / (N Σ_i ρ_i²)                1: all ratios are equal, 1/N: one outweighs all
+    L_π  = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
 sg stops the gradient: the weights min(ρ_i, e_B) count as plain numbers.
 - Why the cap is e_B: capped weights add up to N e_B at most. So a mini-batch never counts for more
-  samples than it is worth, and a single large ratio cannot outweigh the others.
-- Why the pull to π_b has weight 1 - e_B: this is the share of the mini-batch that is lost. The less
-  the data says about π_θ, the more the update returns to π_b, about which the data says all.
-While the two policies are equal, e_B is 1, and L is the plain policy gradient. A capped sample
-keeps a gradient, where PPO's clip leaves none. And nothing of this has to be tuned.
+  samples than it is worth, and no single ratio outweighs the others.
+- Why the pull to π_b has the weight 1 - e_B: this is the share of the samples that is lost. The
+  less they tell about π_θ, the more π_θ is pulled back to π_b, about which they do tell.
+While both policies are equal, e_B is 1, and the gradient is the plain policy gradient. A capped
+sample keeps a gradient, where PPO's clip leaves none. Cap and pull have no number to tune.
 
-ABS [arXiv 2605.21557] adapts the rollout length L to the policy. It is off unless --adapt-rollout
-is given, because nobody has published P3O with ABS. In every K-th iteration it keeps a copy θ_old
-of the network from before the update. After the update it draws a sample B_ref of M states from
-the rollout, and measures how far the policy has moved in them, by the mean KL divergence δ. A
-policy that moves far gets short rollouts, and with them small batches. A stable policy gets long
-rollouts and large batches:
+ABS [arXiv 2605.21557] adapts the rollout length L to the policy. It is off without --adapt-rollout,
+because nobody has published P3O with ABS. In every K-th iteration it keeps a copy θ_old of the
+network from before the update. After the update it draws a sample B_ref of M states from the
+rollout, and measures how far the policy has moved in them, by the mean KL divergence δ. A policy
+that moves far gets short rollouts, and with them small batches. A stable policy gets long rollouts
+and large batches:
 
     δ   = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    s_i ~ B_ref
     α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)        0: stable, 1: volatile
@@ -39,7 +39,8 @@ rollouts and large batches:
 The number of mini-batches is fixed. So a longer rollout means larger mini-batches, and fewer
 gradient steps per environment step. The main lines that only ABS needs are marked "ABS". Every K-th
 iteration also logs what drives L for Q-learning: the Behavioral Divergence (BD), which is the share
-of the M states whose most likely action has changed.
+of the M states whose most likely action has changed. L_min, L_max, δ_min and δ_max are those of PPO
+(ppo_abs.py), not tuned for P3O.
 
 One GPU or a laptop:
     python p3o_abs.py --env-id BreakoutNoFrameskip-v4
@@ -49,11 +50,11 @@ P3O with ABS:
     python p3o_abs.py --adapt-rollout
 A first impression on a laptop, with one thread, because two would wait for each other whenever
 something else runs:
-    OMP_NUM_THREADS=1 python p3o_abs.py --adapt-frequency 3 --total-timesteps 300000
-Continue a run after Ctrl-C or a crash; it collects the rollouts to replay anew:
+    OMP_NUM_THREADS=1 python p3o_abs.py --total-timesteps 300000
+Continue a run after Ctrl-C or a crash (rollouts to replay are collected anew):
     python p3o_abs.py --resume runs/...
 Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py.
+launch(), as the files in examples/ do with pqn_abs.py. Games without lives need --no-episodic-life.
 """
 
 import copy
@@ -107,7 +108,7 @@ class Args:
     gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 is Monte Carlo
     num_minibatches: int = 4  # mini-batches per epoch
     update_epochs: int = 4  # [N_epochs] passes over this rollout and the replayed ones
-    replay_rollouts: int = 0  # learn from so many earlier rollouts, too, in larger mini-batches
+    replay_rollouts: int = 0  # learn from this many earlier rollouts, too: larger mini-batches
     ent_coef: float = 0.01  # [c_e] weight of the entropy bonus
     vf_coef: float = 0.5  # [c_v] weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
@@ -151,7 +152,7 @@ class PixelConv(nn.Conv2d):
 class ActorCritic(nn.Module):
     """uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,): Nature CNN.
 
-    A network of your own may return bfloat16 under autocast: main casts what it gets to float32.
+    A network of your own may return bfloat16 under autocast: policy_and_value makes it float32.
     """
 
     def __init__(self, envs):
@@ -174,11 +175,11 @@ class ActorCritic(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # Bytes fit bfloat16 exactly. Where autocast uses it, cast to it at once, not by float32.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, float32 would be one cast more.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
-        # An update changes probabilities by a few percent. In bfloat16, much of that would be lost.
+        # The ratio of two nearly equal policies needs more digits than bfloat16 has.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
             return self.actor(x), self.critic(x).squeeze(1)
@@ -289,9 +290,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. Where that was
-    truncated, it is not values[t + 1], which is of the next episode's first state. At the end of
-    the rollout and of a truncated episode, next_values[t] stands for all that follows. Where the
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. If the episode
+    was truncated at t, that is not values[t + 1], which belongs to the next episode. At the end of
+    the rollout and of a truncated episode, next_values[t] stands in for all that follows. Where the
     episode terminated, it is ignored.
     """
     deltas = rewards + gamma * ~terminated * next_values - values
@@ -306,25 +307,26 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 def normalize(advantages):
     """Advantages (N,) of a mini-batch, shifted and scaled to mean 0 and standard deviation 1."""
-    # With correction=1, a mini-batch of one sample would be NaN.
+    # With correction=1, a mini-batch of one sample would become NaN.
     return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
 
 def effective_sample_size(log_ratios):
     """e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²), from log ρ (N,): 1 if all ρ are equal, 1/N if one dominates.
 
-    A common factor of all ρ cancels. Dividing by the largest keeps exp from overflowing.
+    Dividing all ρ by the largest changes nothing, and keeps exp from overflowing.
     """
     ratios = (log_ratios - log_ratios.max()).exp()
     return ratios.sum().square() / (len(ratios) * ratios.square().sum())
 
 
 def p3o_loss(log_pi, log_behavior, actions, advantages):
-    """P3O's policy loss; e_B; the mean KL divergence; the share of ratios above the cap [P3O].
+    """Returns P3O's policy loss, e_B, the mean KL divergence, and the share of ratios above e_B.
 
-    loss = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
+    L_π = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A); actions and advantages (N,).
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions are (N,), advantages
+    too.
     """
     log_probs = log_prob_of(log_pi, actions)
     log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
@@ -346,12 +348,12 @@ def policy_and_value(network, states):
 
 
 def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), taken from log π(·|s) (N, A)."""
+    """log π(a|s) (N,) of the actions a (N,), from log π(·|s) (N, A)."""
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), from log-probabilities (N, A); it is (N,)."""
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)): log-probabilities (N, A) -> (N,)."""
     log_ratios = log_p - log_q
     return (log_p.exp() * log_ratios).sum(-1)
 
@@ -362,8 +364,8 @@ def mean_kl_divergence(network, old_network, states) -> float:
 
     δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    π_θ(·|s) = softmax(network(s))
 
-    The paper does not give the direction. Here, each action counts as often as the policy that
-    played takes it. The code of ABS's author, which is for MuJoCo, has the other direction.
+    The paper does not give the direction. Here, the old policy weighs the actions, because it is
+    the one that played. The code of ABS's author, which is for MuJoCo, has the other direction.
     """
     log_pi = network(states).float().log_softmax(-1)
     old_log_pi = old_network(states).float().log_softmax(-1)
@@ -407,7 +409,7 @@ def rollout_length(
 
 
 def policy_divergences(network, old_network, states):
-    """KL divergence and BD of two ActorCritics in the states (M, ...)."""
+    """The mean KL divergence and the BD of two ActorCritics' policies in the states (M, ...)."""
 
     def policy(states):
         return network(states)[0]
@@ -466,7 +468,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
-    rollouts = deque(maxlen=1 + args.replay_rollouts)  # the newest first
+    rollouts = deque(maxlen=1 + args.replay_rollouts)  # newest first; the oldest one falls out
     seed = seed_all(args.seed, iteration)  # a resumed run starts new games
     next_obs, lives = reset(args, envs, seed, device)
     lost_life = np.zeros(num_envs, bool)  # for --episodic-life
@@ -487,7 +489,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] *= 1 - global_step / args.total_timesteps
 
-            # 1. Collect L steps in each of the E environments, with actions drawn from π_θ.
+            # 1. Collect L steps in each of the E environments. For the updates, this policy is π_b.
             obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
             actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
             log_behavior = torch.zeros((length, num_envs, num_actions), device=device)  # log π_b
@@ -501,7 +503,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     obs[t] = next_obs
                     log_behavior[t], values[t] = policy_and_value(network, next_obs)
                     actions[t] = torch.multinomial(log_behavior[t].exp(), 1).squeeze(1)
-                    pressed = with_fire(envs, actions[t], lost_life)  # learning is of actions[t]
+                    pressed = with_fire(envs, actions[t], lost_life)  # π learns from actions[t]
                     next_obs, reward, terminal, timeout, last_obs, info = step(envs, pressed)
                     rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
                     terminated[t] = torch.tensor(terminal)
@@ -515,13 +517,14 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     global_step += num_envs
                 values[length] = policy_and_value(network, next_obs)[1]
 
-            # 2. Update θ on P3O's loss: N_epochs passes in shuffled mini-batches.
+            # 2. Minimize L_π + c_v L_V - c_e H(π) on this rollout and the replayed ones.
             next_values = torch.where(truncated, last_values, values[1:])
             ends = terminated, truncated
             advantages = gae(rewards, values[:-1], next_values, *ends, args.gamma, args.gae_lambda)
             returns = advantages + values[:-1]
             rollouts.appendleft((obs, actions, log_behavior, advantages, returns))
-            batch = [torch.cat(tensors).flatten(0, 1) for tensors in zip(*rollouts, strict=True)]
+            columns = zip(*rollouts, strict=True)  # first all obs, then all actions, ...
+            batch = [torch.cat(column).flatten(0, 1) for column in columns]
             b_obs, b_actions, b_log_behavior, b_advantages, b_returns = batch
             epochs = args.update_epochs
             if args.scale_epochs:
@@ -532,9 +535,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                 for mb in shuffled.tensor_split(args.num_minibatches):  # a mini-batch's indices
                     with autocast:
                         log_pi, new_values = policy_and_value(network, b_obs[mb])
-                    mb_advantages = normalize(b_advantages[mb])
                     pg_loss, ess, behavior_kl, capped_share = p3o_loss(
-                        log_pi, b_log_behavior[mb], b_actions[mb], mb_advantages
+                        log_pi, b_log_behavior[mb], b_actions[mb], normalize(b_advantages[mb])
                     )
                     v_loss = F.mse_loss(new_values, b_returns[mb]) / 2
                     entropy = -(log_pi.exp() * log_pi).sum(1).mean()  # H = -Σ_a π(a|s) log π(a|s)
@@ -591,6 +593,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
 
 
 def say(message):
@@ -815,7 +818,7 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+            for command in (f"{sys.argv[0]} --resume", *TOOLS):
                 say(f"    python {command} {self.folder}")
 
 

@@ -271,31 +271,32 @@ def group_advantages(rewards, scaled: bool):
 
 
 def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), taken from log π(·|s) (N, A)."""
+    """log π(a|s) (N,) of the actions a (N,), from log π(·|s) (N, A)."""
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
 def effective_sample_size(log_ratios):
     """e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²), from log ρ (N,): 1 if all ρ are equal, 1/N if one dominates.
 
-    A common factor of all ρ cancels. Dividing by the largest keeps exp from overflowing.
+    Dividing all ρ by the largest changes nothing, and keeps exp from overflowing.
     """
     ratios = (log_ratios - log_ratios.max()).exp()
     return ratios.sum().square() / (len(ratios) * ratios.square().sum())
 
 
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), from log-probabilities (N, A); it is (N,)."""
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)): log-probabilities (N, A) -> (N,)."""
     log_ratios = log_p - log_q
     return (log_p.exp() * log_ratios).sum(-1)
 
 
 def p3o_loss(log_pi, log_behavior, actions, advantages):
-    """P3O's policy loss; e_B; the mean KL divergence; the share of ratios above the cap [P3O].
+    """Returns P3O's policy loss, e_B, the mean KL divergence, and the share of ratios above e_B.
 
-    loss = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
+    L_π = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A); actions and advantages (N,).
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions are (N,), advantages
+    too.
     """
     log_probs = log_prob_of(log_pi, actions)
     log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
@@ -312,7 +313,7 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
 def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
     """PPO's policy loss of each sample. All are (N,), the result too.
 
-    ρ = π_θ(a|s) / π_θold(a|s),    loss = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
+    ρ = π_θ(a|s) / π_θold(a|s),    L_π = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
     """
     ratios = (log_probs - old_log_probs).exp()
     clipped_ratios = ratios.clamp(1 - clip_coef, 1 + clip_coef)
@@ -350,7 +351,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
     network = CausalTransformer().to(DEVICE)
     if args.resume is None:
         imitate_teacher(network, args)
-    network.eval()  # networks with dropout answer without it
+    network.eval()  # learns without dropout, too: fresh data must have ρ = 1
     # Slot i mod (lag + 1) holds the policy of iteration i, so the next slot has the oldest.
     policies = nn.ModuleList()
     for _ in range(args.lag + 1):
@@ -395,9 +396,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             answer_advantages = group_advantages(grouped, scaled=args.loss == "grpo").flatten()
             advantages = answer_advantages.repeat_interleave(valid.sum(1))
             sequences = torch.cat([prompts, answers], 1)
-            network.train()
             log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
-            network.eval()
             log_probs = log_prob_of(log_pi, tokens)
             old_log_probs = log_prob_of(log_pi_b, tokens)
             loss, ess, kl, capped = p3o_loss(log_pi, log_pi_b, tokens, advantages)
@@ -461,6 +460,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+TOOLS = ()  # those for other scripts need episodes of an environment
 
 
 def say(message):
@@ -683,7 +683,7 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+            for command in (f"{sys.argv[0]} --resume", *TOOLS):
                 say(f"    python {command} {self.folder}")
 
 

@@ -6,8 +6,8 @@
 """PPO with Adaptive Batch Scaling (ABS), on Atari, in one file.
 
 PPO [arXiv 1707.06347] learns a policy π and its value V. It plays L steps in E environments, learns
-from them in several epochs, throws them away and starts again. Its loss is clipped, so that an
-update does not carry the policy far from the one that played.
+from them in several epochs, throws them away and starts again. Its loss is clipped, so that the
+epochs do not carry π far from the policy that played.
 
 ABS [arXiv 2605.21557] adapts the rollout length L to the policy. In every K-th iteration it keeps
 a copy θ_old of the network from before the update. After the update it draws a sample B_ref of M
@@ -26,9 +26,10 @@ mini-batches, and fewer gradient steps per environment step. The main lines that
 marked "ABS". What drives L for Q-learning is logged, too: the Behavioral Divergence (BD), which is
 the share of the M states whose most likely action has changed.
 
-The paper has no numbers for PPO. L_min and L_max are half and twice the usual 128 steps, as they
-are for PQN. δ_min and δ_max are the 5% and 95% quantiles of δ in plain PPO on four games. PPO's
-learning rate falls to 0, and δ with it: at the end, L grows whatever the policy does.
+The paper has no numbers for PPO on Atari. Here, L_min and L_max are half and twice PPO's usual 128
+steps, as they are half and twice 32 in the paper's Q-learning. δ_min and δ_max are the 5% and 95%
+quantiles of δ in plain PPO on four games (results/ppo_kl). By default the learning rate falls to 0,
+and δ with it. So L grows at the end, whatever the policy does.
 
 One GPU or a laptop:
     python ppo_abs.py --env-id BreakoutNoFrameskip-v4
@@ -40,7 +41,7 @@ Plain PPO, with L = 128 throughout:
 Continue a run after Ctrl-C or a crash:
     python ppo_abs.py --resume runs/...
 Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py.
+launch(), as the files in examples/ do with pqn_abs.py. Games without lives need --no-episodic-life.
 """
 
 import copy
@@ -138,7 +139,7 @@ class PixelConv(nn.Conv2d):
 class ActorCritic(nn.Module):
     """uint8 frames (N, 4, 84, 84) -> float32 logits (N, A) of π, and values (N,): Nature CNN.
 
-    A network of your own may return bfloat16 under autocast: main casts what it gets to float32.
+    A network of your own may return bfloat16 under autocast: policy_and_value makes it float32.
     """
 
     def __init__(self, envs):
@@ -161,11 +162,11 @@ class ActorCritic(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # Bytes fit bfloat16 exactly. Where autocast uses it, cast to it at once, not by float32.
+        # Bytes fit bfloat16 exactly. Where autocast uses it, float32 would be one cast more.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
-        # An update changes probabilities by a few percent. In bfloat16, much of that would be lost.
+        # The ratio of two nearly equal policies needs more digits than bfloat16 has.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
             return self.actor(x), self.critic(x).squeeze(1)
@@ -276,9 +277,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. Where that was
-    truncated, it is not values[t + 1], which is of the next episode's first state. At the end of
-    the rollout and of a truncated episode, next_values[t] stands for all that follows. Where the
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. If the episode
+    was truncated at t, that is not values[t + 1], which belongs to the next episode. At the end of
+    the rollout and of a truncated episode, next_values[t] stands in for all that follows. Where the
     episode terminated, it is ignored.
     """
     deltas = rewards + gamma * ~terminated * next_values - values
@@ -293,14 +294,14 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 
 def normalize(advantages):
     """Advantages (N,) of a mini-batch, shifted and scaled to mean 0 and standard deviation 1."""
-    # With correction=1, a mini-batch of one sample would be NaN.
+    # With correction=1, a mini-batch of one sample would become NaN.
     return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
 
 def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
     """PPO's policy loss of each sample. All are (N,), the result too.
 
-    ρ = π_θ(a|s) / π_θold(a|s),    loss = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
+    ρ = π_θ(a|s) / π_θold(a|s),    L_π = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
     """
     ratios = (log_probs - old_log_probs).exp()
     clipped_ratios = ratios.clamp(1 - clip_coef, 1 + clip_coef)
@@ -308,9 +309,9 @@ def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
 
 
 def clipped_value_loss(values, old_values, returns, clip_coef):
-    """PPO's value loss of each sample, with V clipped to V_old ± ε. All are (N,), the result too.
+    """PPO's value loss of each sample. All are (N,), the result too.
 
-    loss = 1/2 max( (V - R)², (V_old + clip(V - V_old, -ε, ε) - R)² )
+    L_V = 1/2 max( (V - R)², (V_old + clip(V - V_old, -ε, ε) - R)² )
     """
     clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
     errors = (values - returns).square()
@@ -326,12 +327,12 @@ def policy_and_value(network, states):
 
 
 def log_prob_of(log_pi, actions):
-    """log π(a|s) (N,) of the actions (N,), taken from log π(·|s) (N, A)."""
+    """log π(a|s) (N,) of the actions a (N,), from log π(·|s) (N, A)."""
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
 def kl_divergence(log_p, log_q):
-    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)), from log-probabilities (N, A); it is (N,)."""
+    """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)): log-probabilities (N, A) -> (N,)."""
     log_ratios = log_p - log_q
     return (log_p.exp() * log_ratios).sum(-1)
 
@@ -342,8 +343,8 @@ def mean_kl_divergence(network, old_network, states) -> float:
 
     δ = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) ),    π_θ(·|s) = softmax(network(s))
 
-    The paper does not give the direction. Here, each action counts as often as the policy that
-    played takes it. The code of ABS's author, which is for MuJoCo, has the other direction.
+    The paper does not give the direction. Here, the old policy weighs the actions, because it is
+    the one that played. The code of ABS's author, which is for MuJoCo, has the other direction.
     """
     log_pi = network(states).float().log_softmax(-1)
     old_log_pi = old_network(states).float().log_softmax(-1)
@@ -387,7 +388,7 @@ def rollout_length(
 
 
 def policy_divergences(network, old_network, states):
-    """KL divergence and BD of two ActorCritics in the states (M, ...)."""
+    """The mean KL divergence and the BD of two ActorCritics' policies in the states (M, ...)."""
 
     def policy(states):
         return network(states)[0]
@@ -480,7 +481,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     log_pi, values[t] = policy_and_value(network, next_obs)
                     actions[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
                     log_probs[t] = log_prob_of(log_pi, actions[t])
-                    pressed = with_fire(envs, actions[t], lost_life)  # learning is of actions[t]
+                    pressed = with_fire(envs, actions[t], lost_life)  # π learns from actions[t]
                     next_obs, reward, terminal, timeout, last_obs, info = step(envs, pressed)
                     rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
                     terminated[t] = torch.tensor(terminal)
@@ -494,7 +495,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     global_step += num_envs
                 values[length] = policy_and_value(network, next_obs)[1]
 
-            # 2. Update θ on PPO's loss: N_epochs passes in shuffled mini-batches.
+            # 2. Minimize L_π + c_v L_V - c_e H(π), in N_epochs passes over shuffled mini-batches.
             next_values = torch.where(truncated, last_values, values[1:])
             ends = terminated, truncated
             advantages = gae(rewards, values[:-1], next_values, *ends, args.gamma, args.gae_lambda)
@@ -503,7 +504,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             b_log_probs = log_probs.flatten()
             b_values = values[:-1].flatten()
             b_advantages = advantages.flatten()
-            b_returns = b_advantages + b_values
+            b_returns = b_advantages + b_values  # R, the targets of V
             epochs = args.update_epochs
             if args.scale_epochs:
                 epochs = max(epochs, epochs * length // 128)
@@ -544,7 +545,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                 )
 
             # 4. Log and save. The losses are those of the last mini-batch.
-            is_clipped = ((new_log_probs - b_log_probs[mb]).exp() - 1).abs() > clip
+            is_clipped = ((new_log_probs - b_log_probs[mb]).exp() - 1).abs() > clip  # |ρ - 1| > ε
             row = {
                 "global_step": global_step,
                 "charts/updates": updates,
@@ -571,6 +572,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
 
 
 def say(message):
@@ -795,7 +797,7 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+            for command in (f"{sys.argv[0]} --resume", *TOOLS):
                 say(f"    python {command} {self.folder}")
 
 

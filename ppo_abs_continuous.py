@@ -296,9 +296,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. Where that was
-    truncated, it is not values[t + 1], which is of the next episode's first state. At the end of
-    the rollout and of a truncated episode, next_values[t] stands for all that follows. Where the
+    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. If the episode
+    was truncated at t, that is not values[t + 1], which belongs to the next episode. At the end of
+    the rollout and of a truncated episode, next_values[t] stands in for all that follows. Where the
     episode terminated, it is ignored.
     """
     deltas = rewards + gamma * ~terminated * next_values - values
@@ -314,7 +314,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
 def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
     """PPO's policy loss of each sample. All are (N,), the result too.
 
-    ρ = π_θ(a|s) / π_θold(a|s),    loss = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
+    ρ = π_θ(a|s) / π_θold(a|s),    L_π = -min( ρ A, clip(ρ, 1 - ε, 1 + ε) A )
     """
     ratios = (log_probs - old_log_probs).exp()
     clipped_ratios = ratios.clamp(1 - clip_coef, 1 + clip_coef)
@@ -322,9 +322,9 @@ def clipped_surrogate(log_probs, old_log_probs, advantages, clip_coef):
 
 
 def clipped_value_loss(values, old_values, returns, clip_coef):
-    """PPO's value loss of each sample, with V clipped to V_old ± ε. All are (N,), the result too.
+    """PPO's value loss of each sample. All are (N,), the result too.
 
-    loss = 1/2 max( (V - R)², (V_old + clip(V - V_old, -ε, ε) - R)² )
+    L_V = 1/2 max( (V - R)², (V_old + clip(V - V_old, -ε, ε) - R)² )
     """
     clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
     errors = (values - returns).square()
@@ -334,7 +334,7 @@ def clipped_value_loss(values, old_values, returns, clip_coef):
 
 def normalize(advantages):
     """Advantages (N,) of a mini-batch, shifted and scaled to mean 0 and standard deviation 1."""
-    # With correction=1, a mini-batch of one sample would be NaN.
+    # With correction=1, a mini-batch of one sample would become NaN.
     return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
 
@@ -567,6 +567,7 @@ def main(
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
 
 
 def say(message):
@@ -790,7 +791,7 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+            for command in (f"{sys.argv[0]} --resume", *TOOLS):
                 say(f"    python {command} {self.folder}")
 
 

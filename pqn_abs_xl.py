@@ -582,6 +582,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
 
 
 def say(message):
@@ -805,7 +806,7 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            for command in (f"{sys.argv[0]} --resume", "tools/plot.py", "tools/watch.py"):
+            for command in (f"{sys.argv[0]} --resume", *TOOLS):
                 say(f"    python {command} {self.folder}")
 
 
