@@ -5,28 +5,32 @@
 # ///
 """PQN whose batch follows the gradient noise scale (GNS), on Atari, in one file.
 
-This is the rival of Adaptive Batch Scaling [ABS: arXiv 2605.21557], and the script in which their
-signals can be compared. PQN [arXiv 2407.04811] is Q-learning with many environments in parallel,
-LayerNorm, and neither a replay buffer nor a target network. It plays L steps in E environments,
-learns from them, throws them away and starts again.
+Adaptive Batch Scaling [ABS: arXiv 2605.21557] sets the batch by how much the policy changes. The
+gradient noise scale is its rival. This script logs both signals, so that they can be compared. PQN
+[arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a replay
+buffer nor a target network. It plays L steps in E environments, learns from them, throws them away
+and starts again.
 
 The gradient noise scale [GNS: arXiv 1812.06162] is the batch size at which the noise in a gradient
 is as large as the gradient itself. Every K-th iteration keeps a copy θ_old of the network from
 before the update. It splits the rollout into m micro-batches of b samples each, and takes the
-gradient g_i of each at θ_old. From these it estimates the noise N and the signal S, averages both
-over time, and sets the batch to their ratio:
+gradient g_i of the TD loss on each, at θ_old. From these it estimates the noise N and the signal S,
+averages both over time (β = 0.1), and sets the batch to their ratio. L_min and L_max limit the
+rollout:
 
     ḡ = (1/m) Σ_i g_i,     N = b/(m - 1) Σ_i ‖g_i - ḡ‖²,     S = ‖ḡ‖² - N / (m b)
     N_avg ← (1 - β) N_avg + β N,    S_avg ← (1 - β) S_avg + β S
     B_new = clip(⌊N_avg / S_avg⌋, E L_min, E L_max),      L = round(B_new / E)
 
-If S_avg ≤ 0, the noise hides the signal, and the batch is the largest. The code of ABS's author
-differs in four points: it takes m = 8 contiguous slices of the rollout, after the update; it does
-not average; S ≤ 0 gives the smallest batch; and its learning rate falls (here: --anneal-lr).
+S estimates a square, but it may come out negative. If S_avg ≤ 0, the noise hides the signal, and
+the batch is the largest. The code of ABS's author differs in four points. It takes the gradients of
+m = 8 contiguous slices at the updated network. It does not average. S ≤ 0 gives the smallest batch.
+Its learning rate falls, as it does here with --anneal-lr.
 
-The same iterations measure ABS's Behavioral Divergence (BD), which is the share of M states whose
-greedy action the update changed; the entropy of the greedy actions; and the variance of the values.
-All of them are logged, whichever drives L. With --signal bd, BD does, by ABS's rule:
+The same iterations measure three other signals. The first is ABS's Behavioral Divergence (BD), the
+share of M states whose greedy action the update changed. B_ref, a sample of the rollout, has these
+states. The second is the entropy of the greedy actions in B_ref. The third is the variance of max_a
+Q over the rollout's states. All are logged, whichever drives L. With --signal bd, BD drives L:
 
     δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ],    s_i ~ B_ref
     α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)
@@ -81,7 +85,7 @@ except ImportError:  # on Windows
 
 @dataclass
 class Args:
-    """PQN with the gradient noise scale. Defaults are ABS's; symbols are in brackets."""
+    """PQN with the gradient noise scale. Defaults are those of ABS; symbols are in brackets."""
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the exploration and the environments
@@ -105,10 +109,10 @@ class Args:
     rollout_min: int = 16  # [L_min] shortest rollout
     rollout_max: int = 64  # [L_max] longest rollout
     adapt_frequency: int = 50  # [K] measure all signals in every K-th iteration
-    micro_batches: int = 16  # [m] gradients in an estimate; they take the memory of 2m networks
+    micro_batches: int = 16  # [m] gradients in an estimate: the memory of 2m networks
     delta_min: float = 0.05  # [δ_min] with --signal bd: at this BD or less, L goes to L_max
     delta_max: float = 0.95  # [δ_max] with --signal bd: at this BD or more, L goes to L_min
-    beta: float = 0.1  # [β] step size of N_avg and S_avg, and with --signal bd of L_adapt
+    beta: float = 0.1  # [β] step size of N_avg and S_avg; with --signal bd, of L_adapt
     reference_states: int = 2048  # [M] states in B_ref; not in the paper, from its author's code
     scale_epochs: bool = False  # more epochs where L > 32: N_epochs * L // 32, as its author's
 
@@ -345,12 +349,12 @@ def gradient_noise(gradients, micro_batch_size):
     """
     batch_size = len(gradients) * micro_batch_size
     noise = micro_batch_size * gradients.var(dim=0).sum()
-    mean_square = gradients.mean(dim=0).square().sum()
-    return noise.item(), (mean_square - noise / batch_size).item()
+    squared_mean = gradients.mean(dim=0).square().sum()
+    return noise.item(), (squared_mean - noise / batch_size).item()
 
 
 def noise_scale(noise, signal):
-    """B_simple = N / S, in samples; None if S ≤ 0."""
+    """The noise scale N / S [B_simple in GNS], in samples; None if S ≤ 0."""
     return noise / signal if signal > 0 else None
 
 
@@ -361,12 +365,13 @@ def noise_scale_batch(noise, signal, batch_min, batch_max) -> int:
     return math.floor(min(max(noise / signal, batch_min), batch_max))
 
 
+# Columns of metrics.csv.
 SIGNALS = """gns/noise gns/signal gns/noise_scale_raw gns/noise_scale
     abs/behavioral_divergence abs/policy_entropy abs/value_variance""".split()
 
 
 def measure_signals(args, q_network, old_network, autocast, obs, actions, returns) -> dict:
-    """The signals of SIGNALS that a rollout's transitions (B, ...) and both networks give."""
+    """The signals that need the rollout's transitions (B, ...) and both networks."""
     shuffled = torch.randperm(len(obs), device=obs.device)
     reference = obs[shuffled[: args.reference_states]]  # B_ref
     with torch.no_grad(), autocast:
@@ -375,7 +380,7 @@ def measure_signals(args, q_network, old_network, autocast, obs, actions, return
     shares = greedy_actions.bincount() / len(reference)  # of the actions, in these states
     entropy = torch.special.entr(shares).sum()  # Σ -p log p, in nats
 
-    # GNS wants independent samples. Those of a rollout are not, even shuffled, so N / S is low.
+    # GNS wants independent samples. Those of a rollout are not, even shuffled, so N / S is too low.
     micro_batch_size = len(obs) // args.micro_batches  # the remainder is left out
     parameters = [p for p in old_network.parameters() if p.requires_grad]
     gradients = []
@@ -384,6 +389,7 @@ def measure_signals(args, q_network, old_network, autocast, obs, actions, return
             q_values = old_network(obs[micro_batch]).float()
         q_taken = q_values.gather(1, actions[micro_batch, None]).squeeze(1)
         td_loss = F.mse_loss(q_taken, returns[micro_batch])
+        # Parameters that the loss does not reach get zeros.
         gradient = torch.autograd.grad(td_loss, parameters, materialize_grads=True)
         gradients.append(torch.cat([g.flatten() for g in gradient]))
     noise, signal = gradient_noise(torch.stack(gradients), micro_batch_size)
@@ -397,7 +403,7 @@ def measure_signals(args, q_network, old_network, autocast, obs, actions, return
 
 
 def next_length(args, adaptive_length, signals, noise_avg, signal_avg, rollout_length) -> float:
-    """The next L_adapt, from the signal that --signal names."""
+    """The next L before rounding: B_new / E, or ABS's L_adapt, as --signal says."""
     if args.signal == "gns":
         batch_min, batch_max = args.num_envs * args.rollout_min, args.num_envs * args.rollout_max
         return noise_scale_batch(noise_avg, signal_avg, batch_min, batch_max) / args.num_envs
@@ -460,7 +466,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # L_adapt
-    noise_avg = saved.get("noise_avg", 0.0)  # both start at 0, which cancels in N_avg / S_avg
+    noise_avg = saved.get("noise_avg", 0.0)  # starting both at 0 cancels in N_avg / S_avg
     signal_avg = saved.get("signal_avg", 0.0)
     seed = seed_all(args.seed, iteration)  # a resumed run starts new games
     next_obs, lives = reset(args, envs, seed, device)
@@ -548,8 +554,9 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             # 3. Measure all signals. One of them sets the length of the next rollouts.
             signals = dict.fromkeys(SIGNALS)  # empty cells, where nothing is measured
             if is_measured:
-                transitions = b_obs, b_actions, b_returns
-                signals |= measure_signals(args, q_network, old_network, autocast, *transitions)
+                signals |= measure_signals(
+                    args, q_network, old_network, autocast, b_obs, b_actions, b_returns
+                )
                 signals["abs/value_variance"] = values[:length].var(correction=0).item()
                 noise_avg += args.beta * (signals["gns/noise"] - noise_avg)
                 signal_avg += args.beta * (signals["gns/signal"] - signal_avg)

@@ -21,15 +21,16 @@ batches. A stable policy gets long rollouts and large batches:
     L_adapt ← (1 - β) L_adapt + β L'                   smooths L; it starts at 32, with β = 0.1
     L = round(L_adapt),    batch |B| = E L
 
-ABS reports that larger networks gain more from larger batches. So L goes up to 128 here, which is a
-batch of 16,384. The network is a wide CNN, followed by a multi-skip residual MLP [SG: arXiv
-2506.15544] of n blocks f_k:
+ABS reports that larger networks gain more from larger batches. So L may grow to 128 here, not only
+to 64 as in pqn_abs.py. With 128 environments that is a batch of 16,384. The network is a wide CNN,
+followed by a multi-skip residual MLP [SG: arXiv 2506.15544] of n blocks f_k:
 
     x_{k+1} = x_k + f_k(x_k) + x_0,      and so      x_n = (n + 1) x_0 + Σ_k f_k(x_k)
 
-x_0 is the output of the first layer. Adding it after every block gives the gradient a direct path,
-however many blocks there are. PQN-L has 5 blocks (--size l) and PQN-XL has 10 (--size xl), as in
-the code of ABS's author. With --size s, the network is that of pqn_abs.py.
+x_0 is what the CNN and one linear layer give. Adding it after every block gives the gradient a
+direct path, however many blocks there are. x_n passes one more layer, and then the head. PQN-L has
+5 blocks (--size l) and PQN-XL has 10 (--size xl), as in the code of ABS's author. With --size s,
+the network is that of pqn_abs.py.
 
 Started by torchrun, every process plays in its own E environments. Gradients and BD are averaged
 over the processes, so that all have the same network and the same L. This has been tested on a CPU
@@ -182,7 +183,7 @@ class QNetwork(nn.Module):
             nn.ReLU(),
             nn.Flatten(),
             layer_init(nn.Linear(7 * 7 * c3, 512)),
-            nn.LayerNorm(512),
+            nn.LayerNorm(512),  # no ReLU: the blocks begin with one, and x_0 is added without it
         )
         self.blocks = nn.ModuleList()
         for _ in range(num_blocks):
@@ -195,7 +196,7 @@ class QNetwork(nn.Module):
                 nn.LayerNorm(512),
             )
             self.blocks.append(block)
-        self.last = nn.Sequential()  # nothing, in the network without blocks
+        self.last = nn.Sequential()  # empty, it passes its input on: for --size s
         if num_blocks > 0:
             self.last = nn.Sequential(layer_init(nn.Linear(512, 512)), nn.LayerNorm(512))
         self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
@@ -210,7 +211,7 @@ class QNetwork(nn.Module):
         x = x_0
         for block in self.blocks:
             x = x + block(x) + x_0
-        x = F.relu(self.last(x))
+        x = F.relu(self.last(x))  # with --size s, this is the first linear layer's ReLU
         # On Atari, Q-values of two actions often differ by under 1%: in bfloat16 they would tie.
         with torch.autocast(x.device.type, enabled=False):
             return self.head(x.float())
@@ -399,16 +400,16 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # how many there are
 
 
 def join_processes(args):
-    """pick_device; where torchrun started several processes, each takes its own GPU."""
+    """Connect torchrun's processes, and return what pick_device does. Each takes its own GPU."""
     if WORLD_SIZE == 1:
         return pick_device(args)
-    if args.device == "auto" and torch.cuda.is_available():
+    if args.device in ("auto", "cuda") and torch.cuda.is_available():
         args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     device, bfloat16 = pick_device(args)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    atexit.register(dist.destroy_process_group)
+    atexit.register(dist.destroy_process_group)  # or PyTorch warns at the end
     return device, bfloat16
 
 
@@ -425,12 +426,13 @@ def average_gradients(network):
     """Replace every gradient by its mean over all processes."""
     if WORLD_SIZE > 1:
         for parameter in network.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= WORLD_SIZE
 
 
 def own_seed(seed, iteration):
-    """seed_all with another number in each process, so that none plays the same games."""
+    """seed_all, with another number in each process, so that no two play the same games."""
     return seed_all(seed, iteration * WORLD_SIZE + RANK)
 
 
@@ -585,9 +587,9 @@ SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example min
 TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
 
 
-def say(message):
-    """Print a line to stderr, above the progress bar. Only the first process speaks."""
-    if RANK > 0:
+def say(message, only_first=True):
+    """Print a line to stderr, above the progress bar. By default, only the first process does."""
+    if RANK > 0 and only_first:
         return
     try:
         tqdm.write(message, file=sys.stderr)
@@ -597,7 +599,9 @@ def say(message):
 
 def fail(message, status=2):
     """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
-    say(f"{SCRIPT}: {message}".partition("\n")[0])
+    if RANK > 0 and status == 2:
+        time.sleep(30)  # where the first process fails, too, torchrun ends this one meanwhile
+    say(f"{SCRIPT}: {message}".partition("\n")[0], only_first=False)
     raise SystemExit(status)
 
 
@@ -811,11 +815,14 @@ class Run(AbstractContextManager):
 
 
 class Follower(AbstractContextManager):
-    """Takes Run's place in all processes but the first. It writes nothing, and stops with it."""
+    """Takes Run's place in all processes but the first: writes nothing, and stops with it."""
 
     interrupted = False
 
     def __init__(self):
+        for worker in multiprocessing.active_children():  # as in Run
+            with suppress(AttributeError, OSError):
+                os.setpgid(worker.pid, 0)
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             signal.signal(getattr(signal, name, signal.SIGTERM), signal.SIG_IGN)
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import FakeEnvs, column, load, stacked
-from test_ppo import SmallActorCritic, computed_twice, gradient, train  # noqa: F401
+from helpers import column, load
+from test_ppo import KINDS, Watching, computed_twice, draws, gradient, train  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
 
 import p3o_abs
@@ -112,50 +112,47 @@ def test_a_capped_sample_keeps_a_gradient_where_ppo_has_none():
 # --- Whole iterations ---
 
 
-@pytest.mark.parametrize("lives", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replay", [0, 2])
-def test_iterations_computed_twice(computed_twice, lives, replay):  # noqa: F811
+def test_iterations_computed_twice(computed_twice, kind, replay):  # noqa: F811
     """Guards everything between the environment and the weights, replayed rollouts too."""
-    arguments = {"replay_rollouts": replay, "ent_coef": 0.03}
-    envs = FakeEnvs(3, lives=lives)
-    keep = 1 + replay
-    seen = computed_twice(p3o_abs, envs, policy_loss_of_p3o, False, keep=keep, **arguments)
-    ess = column(seen.folder / "metrics.csv", "p3o/ess")
+    arguments = {"replay_rollouts": replay, "ent_coef": 0.03, "keep": 1 + replay}
+    folder = computed_twice(p3o_abs, KINDS[kind](), policy_loss_of_p3o, False, **arguments)
+    ess = column(folder / "metrics.csv", "p3o/ess")
     assert 1 / 21 < min(ess) and max(ess) < 1
-    assert min(column(seen.folder / "metrics.csv", "p3o/kl")) > 0
+    assert min(column(folder / "metrics.csv", "p3o/kl")) > 0
 
 
 def test_replayed_rollouts_hold_the_probabilities_of_the_policy_that_acted(train, monkeypatch):  # noqa: F811
     """Guards π_b: of the newest 3 rollouts, of varying lengths, each as its own network saw it."""
-    networks = []
-    acted = []
     losses = []
-    envs = FakeEnvs(3)
-
-    def network(envs):
-        networks.append(SmallActorCritic(envs))
-        return networks[0]
-
-    def before_updates(*args, gae=p3o_abs.gae):
-        states = torch.from_numpy(stacked(envs.steps, "obs")).flatten(0, 1)
-        envs.steps.clear()
-        acted.append(networks[0](states)[0].log_softmax(-1).detach())
-        return gae(*args)
 
     def watched(log_pi, log_behavior, *args, loss=p3o_loss):
         losses.append(log_behavior)
         return loss(log_pi, log_behavior, *args)
 
-    monkeypatch.setattr(p3o_abs, "gae", before_updates)
     monkeypatch.setattr(p3o_abs, "p3o_loss", watched)
-    monkeypatch.setattr(p3o_abs, "mean_kl_divergence", lambda *args: len(acted) % 2)
-    arguments = {"num_minibatches": 1, "update_epochs": 1, "replay_rollouts": 2, "beta": 1.0}
-    arguments |= {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 150}
-    folder = train(p3o_abs, envs, network, **arguments)
-    assert len(losses) == load(folder)["iteration"] > 4
-    assert len({len(rollout) for rollout in acted}) > 2
+    envs = Watching(3)
+    lengths = [7, 4, 14, 5, 9, 6]
+    later = iter([*lengths[1:], 7])
+    arguments = {"num_minibatches": 1, "update_epochs": 1, "replay_rollouts": 2}
+    arguments |= {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 3 * sum(lengths)}
+    folder = train(
+        p3o_abs,
+        envs,
+        envs.make_network,
+        rollout_length=lambda *given, **options: next(later),
+        **arguments,
+    )
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == lengths
+    assert len(losses) == load(folder)["iteration"] == 6
+    acted = []
+    for t, step in enumerate(envs.steps):
+        logits, _ = envs.network_at(t)(torch.from_numpy(step.obs))
+        acted.append(logits.log_softmax(-1).detach())
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     for i, behavior in enumerate(losses):
-        expected = torch.cat(acted[max(i - 2, 0) : i + 1])
+        expected = torch.cat(acted[starts[max(i - 2, 0)] : starts[i + 1]])
         assert behavior.shape == expected.shape
         order = behavior[:, 0].argsort()
         expected = expected[expected[:, 0].argsort()]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import FakeEnvs, column, load, rows, same_weights, stacked
+from gymnasium.spaces import Discrete
+from helpers import FakeEnvs, ReusedArrays, column, config, load, rows, same_weights, stacked
 from torch.distributions import Categorical, kl_divergence
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import p3o_abs
 import ppo_abs
@@ -33,22 +36,64 @@ class SmallActorCritic(nn.Module):
         return outputs[:, : self.actions], outputs[:, self.actions]
 
 
+def on(envs, network=SmallActorCritic):
+    """The parts of a script's main and launch that make it train a network on envs."""
+    return {"make_envs": lambda args: envs, "ActorCritic": network}
+
+
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """train(script, envs, network, **arguments) runs a script on envs and returns the folder."""
     count = iter(range(1000))
 
-    def run(script, envs, network=SmallActorCritic, **arguments):
-        monkeypatch.setattr(script, "make_envs", lambda args: envs)
-        monkeypatch.setattr(script, "ActorCritic", network)
+    def run(script, envs, network=SmallActorCritic, rollout_length=None, **arguments):
         names = {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
         defaults = {"num_envs": envs.num_envs, "device": "cpu", "precision": "float32"}
         defaults |= {"episodic_life": envs.full_lives > 0, "total_timesteps": 4 * 7 * 3}
         defaults |= {"num_steps": 7, "rollout_min": 4, "rollout_max": 14}
         defaults |= {"learning_rate": 0.01, "adapt_rollout": False, "adapt_frequency": 2}
-        return script.main(script.Args(**(names | defaults | arguments)))
+        args = script.Args(**(names | defaults | arguments))
+        rule = rollout_length or script.rollout_length
+        return script.main(args, **on(envs, network), rollout_length=rule)
 
     return run
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """A list that gets the actions (E,) that the policy draws in each step, counted from 0."""
+    drawn = []
+    multinomial = torch.multinomial
+
+    def recorded(probabilities, count):
+        actions = multinomial(probabilities, count)
+        drawn.append(actions.squeeze(1))
+        return actions
+
+    monkeypatch.setattr(torch, "multinomial", recorded)
+    return drawn
+
+
+class Watching(FakeEnvs):
+    """Keeps the network's weights at each step, beside what FakeEnvs keeps."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.weights = []
+
+    def make_network(self, envs):
+        self.network = SmallActorCritic(envs)
+        return self.network
+
+    def network_at(self, t):
+        """The network that acted in step t."""
+        network = SmallActorCritic(self)
+        network.load_state_dict(self.weights[t])
+        return network
+
+    def step(self, actions):
+        self.weights.append(copy.deepcopy(self.network.state_dict()))
+        return super().step(actions)
 
 
 def constant(logits):
@@ -97,6 +142,15 @@ def test_advantages_are_lambda_returns_less_values(gamma, gae_lambda):
     rollout = map(torch.from_numpy, (rewards, values, next_values, terminated, truncated))
     advantages = ppo_abs.gae(*rollout, gamma, gae_lambda)
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_normalized_advantages():
+    """Guards mean and standard deviation, and a mini-batch of one."""
+    advantages = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    spread = math.sqrt((2**2 + 1**2 + 3**2) / 3)
+    expected = torch.tensor([-2, -1, 3]) / spread
+    torch.testing.assert_close(ppo_abs.normalize(advantages), expected.double())
+    assert ppo_abs.normalize(torch.tensor([5.0])).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -154,15 +208,15 @@ def test_kl_is_exact_and_weighs_actions_as_the_old_policy():
 
 
 def test_network_is_three_convolutions_and_a_layer_over_pixels_from_0_to_1():
-    """Guards conv1's division by 255, and the float32 heads over a body in bfloat16."""
+    """Guards the division by 255, and the float32 heads over a body in bfloat16."""
     torch.manual_seed(0)
     network = ppo_abs.ActorCritic(SimpleNamespace(single_action_space=SimpleNamespace(n=4)))
     frames = torch.randint(256, (8, 4, 84, 84), dtype=torch.uint8)
     x = frames.double() / 255
     w = {name: weight.double() for name, weight in network.state_dict().items()}
-    for name, stride in (("conv1", 4), ("body.1", 2), ("body.3", 1)):
+    for name, stride in (("body.0", 4), ("body.2", 2), ("body.4", 1)):
         x = F.conv2d(x, w[f"{name}.weight"], w[f"{name}.bias"], stride).relu()
-    x = F.linear(x.flatten(1), w["body.6.weight"], w["body.6.bias"]).relu()
+    x = F.linear(x.flatten(1), w["body.7.weight"], w["body.7.bias"]).relu()
     logits, values = network(frames)
     expected = F.linear(x, w["actor.weight"], w["actor.bias"])
     torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-6)
@@ -184,7 +238,7 @@ def policy_loss_of_ppo(args, log_pi, log_behavior, actions, advantages):
 
 
 def second_computation(args, network, steps, drawn, policy_loss, clip_values, keep=1):
-    """What the iterations should make of network (float64), with one mini-batch an epoch.
+    """What the iterations should make of network (float64), with one mini-batch per epoch.
 
     drawn are the actions (E,) that the policy drew in each step; keep rollouts are learned from.
     """
@@ -228,68 +282,146 @@ def second_computation(args, network, steps, drawn, policy_loss, clip_values, ke
 
 
 @pytest.fixture
-def computed_twice(train, monkeypatch):
+def computed_twice(train, draws):
     """computed_twice(script, envs, ...) runs four iterations and compares the weights."""
 
     def run(script, envs, policy_loss, clip_values, keep=1, **arguments):
         started = []
-        drawn = []
-        draw = torch.multinomial
 
         def network(envs):
             torch.manual_seed(3)
             started.append(SmallActorCritic(envs))
             return copy.deepcopy(started[0])
 
-        def recorded(probabilities, count):
-            drawn.append(draw(probabilities, count))
-            return drawn[-1]
-
-        monkeypatch.setattr(torch, "multinomial", recorded)
         folder = train(script, envs, network, num_minibatches=1, update_epochs=3, **arguments)
-        args = script.Args(**load(folder)["args"])
+        args = script.Args(**config(folder)["args"])
         expected = started[0].double()
-        actions = [action.squeeze(1) for action in drawn]
-        second_computation(args, expected, envs.steps, actions, policy_loss, clip_values, keep)
+        second_computation(args, expected, envs.steps, draws, policy_loss, clip_values, keep)
         for name, weight in load(folder)["network"].items():
             reference = expected.state_dict()[name]
             torch.testing.assert_close(weight.double(), reference, rtol=1e-4, atol=1e-5)
-        return SimpleNamespace(
-            folder=folder, drawn=np.array([action.numpy() for action in actions])
-        )
+        return folder
 
     return run
 
 
-@pytest.mark.parametrize("lives", [0, 3])
+class NumberFlags(FakeEnvs):
+    """Its flags are bytes, which would index where they should mask."""
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, info = super().step(actions)
+        return obs, reward, terminated.astype(np.uint8), truncated.astype(np.uint8), info
+
+
+class OtherLastTypes(FakeEnvs):
+    """Float observations; the last ones of another type, or as an array of objects."""
+
+    def __init__(self, kind, *args, **options):
+        super().__init__(*args, **options)
+        self.kind = kind
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return obs.astype(np.float32), info
+
+    def step(self, actions):
+        obs, *rest, info = super().step(actions)
+        last = info["final_obs"].astype(self.kind)
+        if self.kind is object:  # as in Gymnasium's own vectors: None where nothing ended
+            last = np.full(self.num_envs, None)
+            for i in np.flatnonzero(self.steps[-1].over):
+                last[i] = info["final_obs"][i].astype(np.float64)
+        return obs.astype(np.float32), *rest, info | {"final_obs": last}
+
+
+def from_minus_one():
+    envs = FakeEnvs(3, lives=3)
+    envs.single_action_space = Discrete(3, start=-1)
+    return envs
+
+
+KINDS = {
+    "plain": lambda: FakeEnvs(3),
+    "lives": lambda: FakeEnvs(3, lives=3),
+    "reused-arrays": lambda: ReusedArrays(3, lives=3, terminate=0.4),
+    "uint8-flags": lambda: NumberFlags(3, lives=3, terminate=0.4, truncate=0.4),
+    "last-in-int64": lambda: OtherLastTypes(np.int64, 3, truncate=0.4),
+    "last-in-objects": lambda: OtherLastTypes(object, 3, truncate=0.4),
+    "actions-from-minus-one": from_minus_one,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clip_coef", [0.1, 0.01])
-def test_iterations_computed_twice(computed_twice, lives, clip_coef):
+def test_iterations_computed_twice(computed_twice, kind, clip_coef):
     """Guards everything between the environment and the weights: ends, losses, Adam, schedule."""
     arguments = {"clip_coef": clip_coef, "ent_coef": 0.03}
-    envs = FakeEnvs(3, lives=lives)
-    seen = computed_twice(ppo_abs, envs, policy_loss_of_ppo, True, **arguments)
-    table = rows(seen.folder / "metrics.csv")
+    folder = computed_twice(ppo_abs, KINDS[kind](), policy_loss_of_ppo, True, **arguments)
+    table = rows(folder / "metrics.csv")
     rates = [float(row["charts/learning_rate"]) for row in table]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
     assert table[-1]["charts/updates"] == "12"
     assert float(table[0]["losses/clipfrac"]) > 0.5  # clipping was put to the test
 
 
+@pytest.fixture
+def rates():
+    """A list that gets the learning rate of each gradient step."""
+    seen = []
+
+    def note(optimizer, *given):
+        seen.append(optimizer.param_groups[0]["lr"])
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield seen
+    handle.remove()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_fire_follows_a_lost_life_whatever_was_drawn(train, monkeypatch, script):
+@pytest.mark.parametrize("anneal_lr", [True, False])
+def test_the_learning_rate_falls_with_the_steps_or_stays(train, rates, script, anneal_lr):
+    """Guards --anneal-lr where L changes, so that a share of steps is no share of iterations."""
+    lengths = iter([4, 12, 5, 9, 14, 4, 7, 7, 7])
+    arguments = {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 150}
+    folder = train(
+        script,
+        FakeEnvs(3),
+        rollout_length=lambda *given, **options: next(lengths),
+        anneal_lr=anneal_lr,
+        **arguments,
+    )
+    steps = column(folder / "metrics.csv", "global_step", int)
+    assert steps[-1] > 150 and len(set(np.diff(steps))) > 2
+    begins = np.array([0, *steps[:-1]])
+    expected = 0.01 * (1 - begins / 150) if anneal_lr else np.full(len(steps), 0.01)
+    assert rates == pytest.approx(np.repeat(expected, 16))  # four epochs of four mini-batches
+    assert column(folder / "metrics.csv", "charts/learning_rate") == pytest.approx(expected)
+    assert min(rates) > 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_fire_follows_a_lost_life_whatever_was_drawn(train, draws, script):
     """Guards the games that wait for FIRE; that learning is of the draw, the test above sees."""
-    drawn = []
-    draw = torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     envs = FakeEnvs(8, terminate=0.3, lives=4)
     train(script, envs, total_timesteps=8 * 70, num_steps=70, rollout_max=70)
-    drawn = torch.stack(drawn).squeeze(2).numpy()
+    drawn = torch.stack(draws).numpy()
     pressed = stacked(envs.steps, "action")
     after = np.zeros(pressed.shape, bool)
     after[1:] = stacked(envs.steps, "lost_life")[:-1]
     assert after.sum() > 20 and (pressed[after] == envs.fire_action).all()
     assert (drawn[after] != envs.fire_action).any()
     assert (pressed == drawn)[~after].all()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_actions_count_from_where_their_space_starts(train, draws, script):
+    """Guards Discrete(3, start=-1): the environment gets -1, 0 and 1."""
+    envs = FakeEnvs(3)
+    envs.single_action_space = Discrete(3, start=-1)
+    train(script, envs)
+    pressed = stacked(envs.steps, "action")
+    assert set(pressed.flatten().tolist()) == {-1, 0, 1}
+    assert (pressed == torch.stack(draws).numpy() - 1).all()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -306,7 +438,7 @@ def test_bfloat16_without_a_float32_head(train, script):
 def test_outputs_are_float32_before_anything_is_done_with_them(script):
     """Guards ratios and entropy: probabilities sum to 1 in float32, not in bfloat16."""
     logits = torch.randn((50, 6), generator=torch.Generator().manual_seed(0)).bfloat16()
-    log_pi, values = script.evaluate(lambda states: (logits, logits[:, 0]), None)
+    log_pi, values = script.policy_and_value(lambda states: (logits, logits[:, 0]), None)
     assert log_pi.dtype == values.dtype == torch.float32
     torch.testing.assert_close(log_pi.exp().sum(1), torch.ones(50), rtol=1e-5, atol=0)
 
@@ -332,27 +464,14 @@ def test_measuring_changes_nothing_that_is_learned(train, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_divergences_are_of_one_iterations_updates(train, monkeypatch, script):
+def test_divergences_are_of_one_iterations_updates(train, script):
     """Guards θ_old, B_ref and the order of arguments: K = 2 measures in the second iteration."""
-    networks = []
-    before = []
-    gae = script.gae
-
-    def network(envs):
-        networks.append(SmallActorCritic(envs))
-        return networks[0]
-
-    def snapshot(*args):  # between collecting and updating
-        before.append(copy.deepcopy(networks[0]))
-        return gae(*args)
-
-    monkeypatch.setattr(script, "gae", snapshot)
-    envs = FakeEnvs(3)
+    envs = Watching(3)
     arguments = {"replay_rollouts": 1} if script is p3o_abs else {}  # B_ref is of the new one
     arguments |= {"total_timesteps": 42, "learning_rate": 0.05}
-    folder = train(script, envs, network, **arguments)
+    folder = train(script, envs, envs.make_network, **arguments)
     states = torch.from_numpy(stacked(envs.steps[7:], "obs")).flatten(0, 1)
-    old, new = before[1](states)[0], networks[0](states)[0]
+    old, new = envs.network_at(7)(states)[0], envs.network(states)[0]
     first, second = rows(folder / "metrics.csv")
     assert first["abs/kl_divergence"] == first["abs/behavioral_divergence"] == ""
     kl = kl_divergence(Categorical(logits=old), Categorical(logits=new)).mean().item()
@@ -361,59 +480,211 @@ def test_divergences_are_of_one_iterations_updates(train, monkeypatch, script):
     assert float(second["abs/behavioral_divergence"]) == pytest.approx(changed)
 
 
+class WithDropout(SmallActorCritic):
+    """Notes for each call whether it is for learning, and its mode."""
+
+    def __init__(self, envs):
+        super().__init__(envs)
+        self.dropout = nn.Dropout(0.5)
+        self.calls = []
+
+    def forward(self, frames):
+        self.calls.append((torch.is_grad_enabled(), self.training))
+        x = frames.flatten(1) / 255
+        outputs = self.heads(self.dropout(torch.tanh(self.hidden(x))))
+        return outputs[:, : self.actions], outputs[:, self.actions]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_rollouts_and_epochs_follow_the_kl(train, monkeypatch, script):
-    """Guards Eq. 4's place in the loop, the window, the burn-in and the scaled epochs."""
+def test_networks_act_and_are_measured_in_eval_mode(train, script):
+    """Guards KL, BD and acting from dropout, which takes part in learning."""
+    made = []
+
+    def network(envs):
+        made.append(WithDropout(envs))
+        return made[0]
+
+    folder = train(script, FakeEnvs(8), network, learning_rate=1e-9, adapt_frequency=1)
+    kls = column(folder / "metrics.csv", "abs/kl_divergence")
+    assert len(kls) == 2 and np.abs(kls).max() < 1e-7
+    assert column(folder / "metrics.csv", "abs/behavioral_divergence") == [0, 0]
+    calls = made[0].calls[1:]  # the first is for the shapes
+    assert all(is_learning == training for is_learning, training in calls)
+    updates = column(folder / "metrics.csv", "charts/updates", int)[-1]
+    assert sum(training for _, training in calls) == updates > 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rollouts_and_epochs_follow_the_kl(train, script):
+    """Guards Eq. 4's place in the loop, what it is given, and the scaled epochs."""
     kls = [1e-4, 1.0, 3e-4, 1e-3, 2e-3, 1e-5, 1e-5, 1e-5, 5e-4, 1e-4]
     measured = iter(kls)
-    monkeypatch.setattr(script, "mean_kl_divergence", lambda *args: next(measured))
+    given = []
+
+    def rule(divergence, adaptive_length, **limits):
+        given.append(divergence)
+        return script.rollout_length(next(measured), adaptive_length, **limits)
+
     lengths, epochs = [], []
-    length = 20.0
-    for count in range(1, len(kls) + 1):
+    length = 150.0
+    for kl in kls:
         lengths.append(round(length))
-        epochs.append(max(2, math.floor(2 * round(length) / 8)))
-        if count >= 3:
-            window = kls[max(count - 4, 0) : count]
-            kl = min(max(np.mean(window), 1e-4), 3.5e-3)
-            alpha = (math.log(kl) - math.log(1e-4)) / (math.log(3.5e-3) - math.log(1e-4))
-            length += 0.3 * (40 - alpha * (40 - 6) - length)
-    arguments = {"num_steps": 20, "rollout_min": 6, "rollout_max": 40, "beta": 0.3}
-    arguments |= {"divergence_window": 4, "burn_in": 3, "adapt_frequency": 1}
-    arguments |= {"scale_epochs": True, "base_steps": 8, "update_epochs": 2, "num_minibatches": 1}
+        epochs.append(max(2, math.floor(2 * round(length) / 128)))
+        kl = min(max(kl, 1e-4), 3.5e-3)
+        alpha = (math.log(kl) - math.log(1e-4)) / (math.log(3.5e-3) - math.log(1e-4))
+        length += 0.3 * (280 - alpha * (280 - 90) - length)
+    assert len(set(lengths)) > 4 and len(set(epochs)) > 1
+    arguments = {"num_steps": 150, "rollout_min": 90, "rollout_max": 280, "beta": 0.3}
+    arguments |= {"scale_epochs": True, "update_epochs": 2, "num_minibatches": 1}
+    arguments |= {"adapt_rollout": True, "adapt_frequency": 1}
     total = 3 * sum(lengths)
-    arguments |= {"adapt_rollout": True, "total_timesteps": total}
-    folder = train(script, FakeEnvs(3), **arguments)
+    folder = train(script, FakeEnvs(3), rollout_length=rule, total_timesteps=total, **arguments)
     assert column(folder / "metrics.csv", "abs/rollout_length", int) == lengths
-    assert len(set(lengths)) > 4
     updates = column(folder / "metrics.csv", "charts/updates", int)
     assert updates == np.cumsum(epochs).tolist()
+    assert column(folder / "metrics.csv", "abs/kl_divergence") == given
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_resuming_leaves_no_torn_or_double_row(train, script):
-    """Guards both tables: what was written after the checkpoint is cut off and written anew."""
-    envs = FakeEnvs(3, terminate=0.3)
+def test_fixed_rollouts_stay(train, script):
+    """Guards the baseline: with --no-adapt-rollout, what is measured changes no rollout."""
+    folder = train(script, FakeEnvs(3), adapt_frequency=1, beta=1.0)
+    assert len(column(folder / "metrics.csv", "abs/kl_divergence")) == 4
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [7] * 4
+
+
+# --- Files ---
+
+
+def expected_episodes(steps):
+    """(step, score) of each whole game in what FakeEnvs recorded; the first step is 1."""
+    score = np.zeros(len(steps[0].reward))
+    episodes = []
+    for t, step in enumerate(steps, 1):
+        score += step.reward
+        for i in np.flatnonzero(step.over):
+            episodes.append((t, score[i]))
+            score[i] = 0
+    return episodes
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("lives", [0, 3])
+def test_resuming_leaves_no_torn_or_double_row(train, script, lives):
+    """Guards the table: what follows the checkpoint is cut off and written anew.
+
+    Its scores are of whole games, unclipped, also where lost lives end the learner's episodes.
+    """
+    first, second = FakeEnvs(3, terminate=0.3, lives=lives), FakeEnvs(3, terminate=0.3, lives=lives)
     arguments = {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 150}
-    folder = train(script, envs, **arguments)
-    at_checkpoint = {name: (folder / name).read_text() for name in ("metrics.csv", "episodes.csv")}
-    saved = load(folder)
-    for name, text in at_checkpoint.items():
-        with (folder / name).open("a") as file:
-            file.write(text.splitlines()[-1] + "\n" + text.splitlines()[-1][:5])
-    again = {**saved["args"], "resume": str(folder), "total_timesteps": 300}
-    assert train(script, FakeEnvs(3, terminate=0.3), **again) == folder
-    for name, text in at_checkpoint.items():
-        after = (folder / name).read_text()
-        assert after.startswith(text) and after != text
-        header, *lines = after.splitlines()
-        assert {line.count(",") for line in lines} == {header.count(",")}
-    table = rows(folder / "metrics.csv")
+    if script is p3o_abs:
+        arguments["replay_rollouts"] = 1
+    folder = train(script, first, **arguments)
+    metrics = folder / "metrics.csv"
+    at_checkpoint = metrics.read_text()
+    with metrics.open("a") as file:
+        file.write(at_checkpoint.splitlines()[-1] + "\n" + at_checkpoint.splitlines()[-1][:5])
+    again = {**config(folder)["args"], "resume": str(folder), "total_timesteps": 300}
+    assert train(script, second, **again) == folder
+    after = metrics.read_text()
+    assert after.startswith(at_checkpoint) and after != at_checkpoint
+    header, *lines = after.splitlines()
+    assert {line.count(",") for line in lines} == {header.count(",")}
+    table = rows(metrics)
     steps = [int(row["global_step"]) for row in table]
     sizes = [int(row["abs/batch_size"]) for row in table]
     assert steps == np.cumsum(sizes).tolist()
     updates = [int(row["charts/updates"]) for row in table]
     assert updates == list(range(16, 16 * len(table) + 1, 16))
     assert load(folder)["iteration"] == len(table)
+    episodes = expected_episodes(first.steps)
+    for t, score in expected_episodes(second.steps):
+        episodes.append((len(first.steps) + t, score))
+    assert len(episodes) > 20 and len({score for _, score in episodes}) > 5
+    for row in table:
+        until_now = [score for t, score in episodes if 3 * t <= int(row["global_step"])]
+        if until_now:
+            mean = np.mean(until_now[-100:])
+            assert float(row["charts/episodic_return"]) == pytest.approx(mean)
+        else:
+            assert row["charts/episodic_return"] == ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_weights_optimizer_and_length_come_back(train, script):
+    """Guards learning across a stop: an iteration without learning saves what it loaded."""
+
+    def longer(divergence, adaptive_length, **limits):
+        return adaptive_length + 0.7
+
+    arguments = {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 150}
+    folder = train(script, FakeEnvs(3), rollout_length=longer, **arguments)
+    before = load(folder)
+    again = {**config(folder)["args"], "resume": str(folder)}
+    again |= {"total_timesteps": before["global_step"] + 1, "learning_rate": 1e-9}
+    train(script, FakeEnvs(3), **again)
+    after = load(folder)
+    for name, weights in before["network"].items():
+        torch.testing.assert_close(after["network"][name], weights, rtol=0, atol=1e-6)
+    old, new = before["optimizer"]["state"], after["optimizer"]["state"]
+    assert new[0]["step"] == old[0]["step"] + 16
+    assert old[0]["exp_avg_sq"].max() > 0
+    lengths = column(folder / "metrics.csv", "abs/rollout_length", int)
+    assert lengths[-1] == round(before["adaptive_length"]) > 7
+
+
+class NotFinite(FakeEnvs):
+    """Float observations; in the tenth step, one of them is NaN."""
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return obs.astype(np.float32), info
+
+    def step(self, actions):
+        obs, *rest = super().step(actions)
+        obs = obs.astype(np.float32)
+        if len(self.steps) == 10:
+            obs[1, 2] = np.nan
+        return obs, *rest
+
+
+class Spoiled(SmallActorCritic):
+    """The gradient of the second iteration's last update is infinite."""
+
+    updates = 0
+
+    def forward(self, frames):
+        logits, values = super().forward(frames)
+        self.updates += self.training
+        factor = math.inf if self.updates == 32 and self.training else 1
+        return logits, values * factor
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("envs, network", [(NotFinite, SmallActorCritic), (FakeEnvs, Spoiled)])
+def test_what_is_not_finite_ends_the_run(train, tmp_path, capsys, script, envs, network):
+    """Guards the user and the last checkpoint: one line, status 1, before a draw from NaN."""
+    with pytest.raises(SystemExit) as error:
+        train(script, envs(3), network, checkpoint_every=1e-9)
+    assert error.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{script.SCRIPT}: "))
+    assert "finite" in line
+    saved = load(tmp_path / "run0")
+    assert saved["global_step"] == 21
+    assert all(weights.isfinite().all() for weights in saved["network"].values())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_command_line(monkeypatch, tmp_path, script):
+    """Guards launch with parts of one's own, and --resume without them in config.json."""
+    words = ["--no-episodic-life", "--no-anneal-lr", "--num-envs", "3", "--num-steps", "64"]
+    words += ["--device", "cpu", "--runs-dir", str(tmp_path), "--run-name", "mine"]
+    for total, more in (("192", words), ("384", ["--resume", str(tmp_path / "mine")])):
+        monkeypatch.setattr(sys, "argv", [script.SCRIPT, *more, "--total-timesteps", total])
+        script.launch(**on(FakeEnvs(3)))
+    assert column(tmp_path / "mine" / "metrics.csv", "global_step", int) == [192, 384]
+    assert column(tmp_path / "mine" / "metrics.csv", "charts/learning_rate") == [2.5e-4] * 2
 
 
 # --- Bad input ---
@@ -426,7 +697,8 @@ BAD = [
     ("delta_min", 0.1),
     ("delta_max", math.inf),
     ("num_minibatches", 22),
-    ("base_steps", 0),
+    ("rollout_min", 0),
+    ("rollout_max", 3),  # below rollout_min, which counts with --no-adapt-rollout, too
 ]
 BAD_OF_ONE = [(ppo_abs, "clip_coef", 0.0), (p3o_abs, "replay_rollouts", -1)]
 
@@ -468,7 +740,7 @@ def test_networks_that_break_the_promise(train, tmp_path, capsys, script, networ
     with pytest.raises(SystemExit) as error:
         train(script, FakeEnvs(3), network)
     (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and "logits (num_envs, actions) and values (num_envs,)" in line
+    assert error.value.code == 2 and "logits and values of shapes [(3, 4), (3,)]" in line
     assert list(tmp_path.iterdir()) == []
 
 

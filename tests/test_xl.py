@@ -1,17 +1,34 @@
-"""pqn_abs_xl.py: its networks, two vectors in flight, and several processes."""
+"""pqn_abs_xl.py: its networks, its loop beside pqn_abs.py's, and several processes."""
 
 import os
+import shutil
 import signal
-import socket
+import time
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import ROOT, FakeEnvs, SmallNetwork, column, load, rows, same_weights, start, wait_for
+from gymnasium.spaces import Discrete
+from helpers import (
+    LIMIT,
+    ROOT,
+    FakeEnvs,
+    SmallNetwork,
+    column,
+    contents,
+    end_of,
+    load,
+    on,
+    rows,
+    same_weights,
+    stacked,
+    start,
+    wait_for,
+)
+from test_pqn import forward_view
 
 import pqn_abs
 import pqn_abs_xl
@@ -19,11 +36,9 @@ import pqn_abs_xl
 # --- The network ---
 
 
-def make(size, actions=6):
+def make(size):
     torch.manual_seed(0)
-    return pqn_abs_xl.QNetwork(
-        SimpleNamespace(single_action_space=SimpleNamespace(n=actions)), size
-    )
+    return pqn_abs_xl.QNetwork(SimpleNamespace(single_action_space=Discrete(6)), size)
 
 
 def random_frames(count):
@@ -37,10 +52,10 @@ def test_number_of_parameters_is_that_of_the_authors_network(size, parameters):
 
 
 def test_size_s_is_the_network_of_pqn_abs():
-    plain = pqn_abs.QNetwork(SimpleNamespace(single_action_space=SimpleNamespace(n=6)))
-    small = make("s")
-    small.load_state_dict(plain.state_dict())
-    assert torch.equal(small(random_frames(5)), plain(random_frames(5)))
+    torch.manual_seed(0)
+    plain = pqn_abs.QNetwork(SimpleNamespace(single_action_space=Discrete(6)))
+    assert same_weights(make("s").state_dict(), plain.state_dict())
+    assert torch.equal(make("s")(random_frames(5)), plain(random_frames(5)))
 
 
 def test_network_is_its_equation():
@@ -63,10 +78,10 @@ def test_network_is_its_equation():
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
-    x = images(random_frames(3).double() / 255, "conv1", 4, "body.0")
-    x = images(x, "body.2", 2, "body.3")
-    x = images(x, "body.5", 1, "body.6")
-    x0 = x = norm(linear(x.flatten(1), "body.9"), "body.10")
+    x = images(random_frames(3).double() / 255, "body.0", 4, "body.1")
+    x = images(x, "body.3", 2, "body.4")
+    x = images(x, "body.6", 1, "body.7")
+    x0 = x = norm(linear(x.flatten(1), "body.10"), "body.11")
     for k in range(5):
         f = norm(linear(x.relu(), f"blocks.{k}.1"), f"blocks.{k}.2")
         f = norm(linear(f.relu(), f"blocks.{k}.4"), f"blocks.{k}.5")
@@ -75,100 +90,55 @@ def test_network_is_its_equation():
     torch.testing.assert_close(network(random_frames(3)).double(), expected, rtol=1e-3, atol=1e-4)
 
 
-# --- Two vectors in flight ---
+@pytest.mark.parametrize("size", ["s", "l"])
+def test_head_stays_in_float32(size):
+    """Guards the action gaps: rounded to bfloat16, nearby Q-values would tie."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        q_values = make(size)(random_frames(2))
+    assert q_values.dtype == torch.float32
+    assert not torch.equal(q_values, q_values.bfloat16().float())
 
 
-class InFlight(FakeEnvs):
-    """As AtariVectorEnv: the step of send() is taken when recv() asks for it. Events are kept."""
-
-    events: ClassVar = []
-
-    def send(self, actions):
-        self.events.append(("send", id(self)))
-        self.sent = actions
-
-    def recv(self):
-        self.events.append(("recv", id(self)))
-        return FakeEnvs.step(self, self.sent)
-
-    def step(self, actions):
-        raise AssertionError("both halves are to be in flight")
-
-
-class Joined(FakeEnvs):
-    """Two FakeEnvs, one after the other, as one vector."""
-
-    def __init__(self, num_envs, **options):
-        super().__init__(num_envs, **options)
-        self.halves = [FakeEnvs(num_envs // 2, **options) for _ in range(2)]
-
-    def reset(self, *, seed=None, options=None):
-        parts = [half.reset(seed=seed + i * half.num_envs) for i, half in enumerate(self.halves)]
-        return np.concatenate([obs for obs, _ in parts]), self.joined([info for _, info in parts])
-
-    def step(self, actions):
-        parts = zip(self.halves, np.split(actions, 2), strict=True)
-        *arrays, infos = zip(*[half.step(part) for half, part in parts], strict=True)
-        return *map(np.concatenate, arrays), self.joined(infos)
-
-    def joined(self, infos):
-        return {name: np.concatenate([info[name] for info in infos]) for name in infos[0]}
+# --- One process ---
 
 
 @pytest.fixture
-def play(tmp_path, monkeypatch):
-    """play(envs class, script, **arguments): its run's folder."""
+def play(tmp_path):
+    """play(envs, script, **arguments) runs a script and returns the run's folder."""
+    count = iter(range(1000))
 
-    def run(kind, script=pqn_abs_xl, lives=0, **arguments):
-        monkeypatch.setattr(script, "make_envs", lambda args: kind(args.num_envs, lives=lives))
-        monkeypatch.setattr(script, "QNetwork", lambda envs, *size: SmallNetwork(envs))
-        name = f"run{len(list(tmp_path.iterdir()))}"
-        defaults = {"num_envs": 6, "device": "cpu", "precision": "float32", "rollout_max": 64}
-        names = {"runs_dir": str(tmp_path), "run_name": name}
-        return script.main(script.Args(**(defaults | names | arguments)))
+    def run(envs, script=pqn_abs_xl, **arguments):
+        sized = {"QNetwork": lambda envs, *size: SmallNetwork(envs)}
+        names = {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
+        defaults = {"num_envs": envs.num_envs, "device": "cpu", "precision": "float32"}
+        args = script.Args(**(defaults | names | {"adapt_frequency": 1} | arguments))
+        return script.main(args, **(on(envs) | sized))
 
     return run
 
 
-@pytest.mark.parametrize("kind", [InFlight, FakeEnvs])
 @pytest.mark.parametrize("lives", [0, 3])
-def test_halves_play_what_one_vector_of_both_plays(play, kind, lives):
-    """Rewards, lost lives, FIRE, cut episodes and scores: all as pqn_abs.py has them."""
-    options = {"total_timesteps": 3000, "adapt_frequency": 2, "learning_rate": 0.01}
-    options |= {"episodic_life": lives > 0, "lives": lives, "exploration_fraction": 0.2}
-    halves, whole = play(kind, **options), play(Joined, pqn_abs, **options)
-    assert (halves / "episodes.csv").read_text() == (whole / "episodes.csv").read_text()
-    for name in ("abs/rollout_length", "abs/behavioral_divergence"):
-        assert column(halves / "metrics.csv", name) == column(whole / "metrics.csv", name)
-    ours, theirs = load(halves)["network"], load(whole)["network"]
-    for name, weights in theirs.items():
-        torch.testing.assert_close(ours[name], weights, rtol=1e-4, atol=1e-6)
+def test_alone_it_is_pqn_abs(play, lives):
+    """Weights, rows and actions are those of pqn_abs.py, bit for bit."""
+    options = {"total_timesteps": 3000, "learning_rate": 0.01, "exploration_fraction": 0.2}
+    options |= {"episodic_life": lives > 0, "rollout_max": 64, "num_envs": 6}
+    envs, others = FakeEnvs(6, lives=lives), FakeEnvs(6, lives=lives)
+    ours, theirs = play(envs, **options), play(others, pqn_abs, **options)
+    assert same_weights(load(ours)["network"], load(theirs)["network"])
+    assert np.array_equal(stacked(envs.steps, "action"), stacked(others.steps, "action"))
+    for name in rows(theirs / "metrics.csv")[0].keys() - {"charts/seconds", "charts/SPS"}:
+        assert column(ours / "metrics.csv", name) == column(theirs / "metrics.csv", name)
+    assert len(set(column(ours / "metrics.csv", "abs/rollout_length"))) > 2
 
 
-def test_one_half_is_in_flight_while_the_network_acts_for_the_other(play):
-    InFlight.events.clear()
-    play(InFlight, total_timesteps=1, num_steps=16)
-    (_, a), (_, b) = InFlight.events[:2]
-    between = [("recv", a), ("send", a), ("recv", b), ("send", b)] * 15
-    assert InFlight.events == [("send", a), ("send", b), *between, ("recv", a), ("recv", b)]
-
-
-def test_rollouts_reach_128_steps(play, monkeypatch):
-    monkeypatch.setattr(pqn_abs_xl, "behavioral_divergence", lambda *args: 0.0)
-    folder = play(FakeEnvs, total_timesteps=1200, adapt_frequency=1, beta=1.0, rollout_max=128)
+def test_rollouts_reach_128_steps(play):
+    """A policy that does not change is stable: with β = 1, L goes to L_max at once."""
+    folder = play(FakeEnvs(6), total_timesteps=1200, beta=1.0, learning_rate=1e-9)
     assert column(folder / "metrics.csv", "abs/batch_size", int) == [192, 768, 768]
 
 
-def test_halves_of_an_odd_number(play, capsys, tmp_path):
-    with pytest.raises(SystemExit) as error:
-        play(FakeEnvs, num_envs=5)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and line.startswith("pqn_abs_xl.py: --num-envs 5: ")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_atari(tmp_path):
-    """Breakout, two iterations of real games in flight with lost lives, and of the l network."""
+    """Breakout, two iterations of real games with lost lives, and of the l network."""
     options = {"num_envs": 4, "num_steps": 16, "total_timesteps": 128, "adapt_frequency": 1}
     options |= {"episodic_life": True, "num_minibatches": 2, "device": "cpu"}
     folder = pqn_abs_xl.main(pqn_abs_xl.Args(runs_dir=str(tmp_path), **options))
@@ -178,192 +148,210 @@ def test_atari(tmp_path):
 
 # --- Several processes ---
 
-PROCESS = """
-import os, sys, time, torch, torch.nn.functional as F
-from pathlib import Path
-from helpers import FakeEnvs, SmallNetwork
-import pqn_abs_xl as xl
-
-torch.set_num_threads(1)
-folder, rank = Path(sys.argv.pop(1)), os.environ["RANK"]
-delay = float(sys.argv.pop(1))
-seen = {"frames": [], "targets": [], "gradients": [], "lengths": [], "steps": []}
-halves = []
-
-class Envs(FakeEnvs):
-    def step(self, actions):
-        time.sleep(delay)
-        return super().step(actions)
-
-class Network(SmallNetwork):
-    def __init__(self, envs, size):
-        super().__init__(envs)
-        self.unused = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, frames):
-        if torch.is_grad_enabled() and self.training and halves:
-            seen["frames"].append(frames.clone())
-        return super().forward(frames)
-
-def make_envs(args):
-    halves.append(Envs(args.num_envs))
-    return halves[-1]
-
-def average_gradients(network, original=xl.average_gradients):
-    original(network)
-    seen["gradients"].append([p.grad.clone() for p in network.parameters()])
-    if len(seen["gradients"]) == 1:
-        seen["start"] = {name: p.clone() for name, p in network.state_dict().items()}
-
-def mse_loss(q, target, original=F.mse_loss):
-    seen["targets"].append(target.clone())
-    return original(q, target)
-
-def rollout_length(*args, original=xl.rollout_length, **options):
-    seen["lengths"].append(original(*args, **options))
-    return seen["lengths"][-1]
-
-xl.make_envs, xl.QNetwork = make_envs, Network
-xl.average_gradients, xl.rollout_length, F.mse_loss = average_gradients, rollout_length, mse_loss
-Path(folder, rank + ".pid").write_text(str(os.getpid()))
-run = xl.Run if rank == "0" else xl.Follower
-save = run.save
-def keep(self, **state):
-    seen["end"] = {name: tensor.clone() for name, tensor in state["network"].items()}
-    save(self, **state)
-run.save = keep
-xl.launch()
-seen["seeds"] = [half.seed for half in halves]
-seen["obs"] = torch.cat([torch.from_numpy(s.obs) for half in halves for s in half.steps])
-seen["actions"] = torch.cat([torch.from_numpy(s.action) for half in halves for s in half.steps])
-torch.save(seen, folder / (rank + ".pt"))
-"""
-
-OPTIONS = "--device cpu --precision float32 --num-envs 4 --run-name run".split()
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+OPTIONS = "--device cpu --precision float32 --num-envs 4 --num-steps 16 --adapt-frequency 1".split()
 
 
-def start_pair(folder, *arguments, delay=0.0):
-    """Two processes as torchrun would start them."""
-    (folder / "process.py").write_text(PROCESS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
-    command = [folder / "process.py", folder, delay, "--runs-dir", folder, *OPTIONS, *arguments]
-    return [
-        start(*command, env=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
+def start_run(folder, *arguments, script="tests/xl_run.py", processes=2, env=(), **options):
+    """Start a run in folder/runs. tests/xl_run.py writes what it has seen to folder."""
+    command = TORCHRUN if processes == 2 else []
+    command = [*command, ROOT / script, "--runs-dir", folder / "runs", *OPTIONS, *arguments]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "SEEN": str(folder)}
+    return start(*command, env=environment | dict(env), **options)
+
+
+def what_they_saw(folder, processes=2):
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A run of two processes with ten measurements; its folder, and what each of them saw."""
+    """A run in which every update is one step on the whole rollout, and clips the gradient."""
     folder = tmp_path_factory.mktemp("pair")
-    options = "--adapt-frequency 1 --num-steps 16 --total-timesteps 1200 --learning-rate 0.01"
-    for process in start_pair(folder, *options.split(), "--max-grad-norm", 1000):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    seen = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    return folder / "run", *seen
+    options = "--num-minibatches 1 --update-epochs 1 --max-grad-norm 0.5 --size xl --beta 0.3"
+    options += " --learning-rate 0.03 --reference-states 1000000 --total-timesteps 3000"
+    output, errors = end_of(start_run(folder, *options.split()))
+    (run,) = (folder / "runs").iterdir()
+    return SimpleNamespace(run=run, seen=what_they_saw(folder), output=output + errors)
 
 
 def test_processes_hold_the_same_network_and_rollout_length(pair):
-    folder, first, second = pair
-    assert len(set(first["lengths"])) > 2 and first["lengths"] == second["lengths"]
-    assert same_weights(first["end"], second["end"])
-    assert not same_weights(first["end"], first["start"])
-    assert same_weights(first["end"], load(folder)["network"])
+    first, second = pair.seen
+    for ours, theirs in zip(first["weights"], second["weights"], strict=True):
+        assert same_weights(ours, theirs)
+    assert same_weights(first["weights"][-1], load(pair.run)["network"])
+    assert not same_weights(first["weights"][0], first["weights"][1])
+    assert first["lengths"] == second["lengths"] and len(set(first["lengths"])) > 2
+    played = [16, *map(round, first["lengths"][:-1])]
+    assert column(pair.run / "metrics.csv", "abs/rollout_length", int) == played
+    assert first["size"] == second["size"] == "xl"
 
 
 def test_processes_play_games_of_their_own(pair):
-    _, first, second = pair
-    assert len({*first["seeds"], *second["seeds"]}) == 4
-    drawn = [process["actions"][:32] for process in (first, second)]  # ε is 1 in the first rollout
-    assert not torch.equal(*drawn)
+    """Other seeds, and other draws of the same share: ε is 1 in the first rollout."""
+    first, second = pair.seen
+    assert first["seed"] != second["seed"]
+    for name in ("obs", "action"):
+        assert not np.array_equal(first["steps"][name][:16], second["steps"][name][:16])
 
 
-def test_averaged_gradient_is_that_of_the_joined_batch(pair):
-    """The first mini-batch: 16 steps in 4 environments make 64 transitions, a quarter is 16."""
-    _, first, second = pair
-    frames, actions, targets = [], [], []
-    for process in (first, second):
-        taken = dict(zip(map(bytes, process["obs"].numpy()), process["actions"], strict=True))
-        minibatch = next(f for f in process["frames"] if len(f) == 16)
-        frames.append(minibatch)
-        actions += [taken[bytes(frame)] for frame in minibatch.numpy()]
-        targets.append(process["targets"][0])
-    network = SmallNetwork(FakeEnvs(1))
-    network.load_state_dict({n: p for n, p in first["start"].items() if n != "unused"})
-    q = network(torch.cat(frames))[range(32), torch.stack(actions)]
-    F.mse_loss(q, torch.cat(targets)).backward()
-    averaged = [g for g in first["gradients"][0] if g.shape != (3,)]
-    for gradient, parameter in zip(averaged, network.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-7)
-    unused = [g for g in first["gradients"][0] if g.shape == (3,)]
-    assert [g.tolist() for g in unused] == [[0, 0, 0]]
+def rollouts(pair):
+    """Each iteration's weights before and after it, and what both processes saw in it."""
+    weights = pair.seen[0]["weights"]
+    begin = 0
+    for i, length in enumerate(column(pair.run / "metrics.csv", "abs/rollout_length", int)):
+        networks = [SmallNetwork(FakeEnvs(1)) for _ in range(2)]
+        for network, state in zip(networks, weights[i : i + 2], strict=True):
+            network.load_state_dict(state, strict=False)  # without its spare parameters
+        both = []
+        for seen in pair.seen:
+            arrays = {name: seen["steps"][name][begin : begin + length] for name in seen["steps"]}
+            both.append(SimpleNamespace(**arrays))
+        yield networks, both
+        begin += length
 
 
-def test_steps_count_all_processes_and_the_first_one_writes(pair):
-    folder, first, _ = pair
-    lengths = column(folder / "metrics.csv", "abs/rollout_length", int)
-    batches = column(folder / "metrics.csv", "abs/batch_size", int)
-    steps = column(folder / "metrics.csv", "global_step", int)
+def test_divergence_is_the_mean_over_both(pair):
+    """Each process measures on its own states: here on all of its rollout."""
+    own = []
+    for (before, after), both in rollouts(pair):
+        states = [torch.from_numpy(steps.obs).flatten(0, 1) for steps in both]
+        own.append([(before(s).argmax(1) != after(s).argmax(1)).float().mean() for s in states])
+    logged = column(pair.run / "metrics.csv", "abs/behavioral_divergence")
+    assert logged == pytest.approx(np.mean(own, axis=1), abs=1e-6)
+    assert logged == pair.seen[0]["divergences"] == pair.seen[1]["divergences"]
+    assert sum(first != second for first, second in own) > 3  # or one could stand for both
+
+
+def test_two_processes_learn_as_one_would_from_both_rollouts(pair):
+    """Every update again, on the transitions of both: the mean of the gradients, then the clip."""
+    network = SmallNetwork(FakeEnvs(1)).double()
+    network.load_state_dict(pair.seen[0]["weights"][0], strict=False)
+    optimizer = torch.optim.RAdam(network.parameters(), lr=0.03)
+    norms = []
+    for (_, after), both in rollouts(pair):
+        errors = []
+        for steps in both:
+            frames = torch.from_numpy(np.stack([steps.obs, steps.true_next])).flatten(1, 2)
+            q_values, next_q_values = network(frames.flatten(0, 1)).chunk(2)
+            next_values = next_q_values.detach().amax(1).view(steps.reward.shape).numpy()
+            endings = steps.terminated, steps.truncated
+            returns = forward_view(np.sign(steps.reward), next_values, *endings, 0.99, 0.65)
+            taken = q_values[range(returns.size), steps.action.flatten()]
+            errors.append(taken - torch.from_numpy(returns.flatten()))
+        optimizer.zero_grad()
+        torch.cat(errors).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(network.parameters(), 0.5).item())
+        optimizer.step()
+        for ours, theirs in zip(network.parameters(), after.parameters(), strict=True):
+            torch.testing.assert_close(ours.float(), theirs, rtol=1e-4, atol=1e-5)
+    assert column(pair.run / "metrics.csv", "losses/grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert len(norms) > 5 and min(norms) > 0.5
+
+
+def test_parameters_without_a_gradient_stay(pair):
+    for seen in pair.seen:
+        for name in ("unused", "frozen"):
+            assert seen["weights"][-1][name].tolist() == [1, 1, 1]
+
+
+def test_steps_count_both_processes_and_the_first_one_writes(pair):
+    lengths = column(pair.run / "metrics.csv", "abs/rollout_length", int)
+    batches = column(pair.run / "metrics.csv", "abs/batch_size", int)
+    steps = column(pair.run / "metrics.csv", "global_step", int)
     assert batches == [2 * 4 * length for length in lengths]
-    assert steps == np.cumsum(batches).tolist() and steps[-2] < 1200 <= steps[-1]
-    assert len(first["actions"]) == 4 * sum(lengths)
-    assert [path.name for path in folder.parent.glob("*/metrics.csv")] == ["metrics.csv"]
+    assert steps == np.cumsum(batches).tolist() and steps[-2] < 3000 <= steps[-1]
+    for seen in pair.seen:
+        assert len(seen["steps"]["obs"]) == sum(lengths)
+    names = {path.name for path in pair.run.iterdir()}
+    assert names == {"checkpoint.pt", "config.json", "metrics.csv"}
+    assert pair.output.count("finished after") == pair.output.count("--resume") == 1
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch, capsys):
-    """Guards --nproc-per-node: the first process says it, before one waits for the others."""
-    monkeypatch.setattr(pqn_abs_xl, "WORLD_SIZE", 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+@pytest.mark.parametrize("processes", [2, 1])
+def test_resuming(pair, tmp_path, processes):
+    """It goes on where two processes ended, with two of them or with one alone."""
+    resumed = tmp_path / "runs" / "resumed"
+    shutil.copytree(pair.run, resumed)
+    before, saved = rows(resumed / "metrics.csv"), load(resumed)
+    options = "--num-minibatches 4 --update-epochs 2 --total-timesteps 5000".split()
+    end_of(start_run(tmp_path, "--resume", resumed, *options, processes=processes))
+    table = rows(resumed / "metrics.csv")
+    assert table[: len(before)] == before
+    first_row, last_row = table[len(before)], table[-1]
+    length = round(saved["adaptive_length"])
+    assert int(first_row["abs/rollout_length"]) == length
+    assert int(first_row["global_step"]) == saved["global_step"] + 4 * length * processes
+    assert int(first_row["charts/updates"]) == saved["updates"] + 8
+    assert int(last_row["global_step"]) >= 5000
+    seen = what_they_saw(tmp_path, processes)
+    kept = load(resumed)["network"]
+    assert not same_weights(kept, saved["network"])
+    for process in seen:
+        assert process["seed"] not in [seen["seed"] for seen in pair.seen]
+        assert same_weights(process["weights"][-1], kept)
+
+
+@pytest.mark.parametrize("name, kind", [("SIGINT", ""), ("SIGTERM", "async"), ("SIGHUP", "")])
+def test_signals_end_the_iteration_and_save(tmp_path, name, kind):
+    """Ctrl-C, kill and a closed terminal reach torchrun's process group, and no process dies.
+
+    Both processes wait in step 40 until the first one has said that it is going to stop. With
+    "async", they have environments in processes of their own, which also get the signal.
+    """
+    (tmp_path / "hold").touch()
+    variables = {"EVENT": "hold 0 1", "ASYNC": kind, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LIMIT)}
+    with (tmp_path / "errors").open("w") as errors:
+        process = start_run(tmp_path, env=variables, stderr=errors, start_new_session=True)
+    wait_for(lambda: all((tmp_path / f"{rank}.held").exists() for rank in (0, 1)), process)
+    os.killpg(process.pid, getattr(signal, name))
+    wait_for(lambda: "finishing the iteration" in (tmp_path / "errors").read_text(), process)
+    (tmp_path / "hold").unlink()
+    end_of(process, status=1)  # torchrun's own, after a signal
+    errors = (tmp_path / "errors").read_text()
+    assert errors.count("stopped after") == 1, errors
+    (folder,) = (tmp_path / "runs").iterdir()
+    steps = column(folder / "metrics.csv", "global_step", int)
+    assert steps[-2] < 40 * 8 <= steps[-1]
+    saved = load(folder)
+    assert saved["global_step"] == steps[-1]
+    for seen in what_they_saw(tmp_path):
+        assert same_weights(seen["weights"][-1], saved["network"])
+
+
+@pytest.mark.parametrize("event", ["kill 0", "break 1"])
+def test_a_process_that_fails_ends_the_job(tmp_path, event):
+    """The first checkpoint stays; and where the process can say why it fails, it does so once."""
+    _, errors = end_of(start_run(tmp_path, env={"EVENT": event}), status=1)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert load(folder)["global_step"] == column(folder / "metrics.csv", "global_step", int)[0]
+    assert list(tmp_path.glob("*.pt")) == []
+    assert errors.count("returned an observation that is not finite") == (event == "break 1")
+
+
+@pytest.mark.parametrize("words", ["--beta 2", "--env-id nonsense"])
+def test_bad_arguments_are_said_once(tmp_path, words):
+    """Guards the start: before the processes meet, and after it."""
+    output, errors = end_of(start_run(tmp_path, *words.split(), script="pqn_abs_xl.py"), status=1)
+    lines = [line for line in (output + errors).splitlines() if line.startswith("pqn_abs_xl.py:")]
+    (line,) = lines
+    assert line.startswith(f"pqn_abs_xl.py: {words}")
+    assert contents(tmp_path) == {}
+
+
+def test_a_process_without_a_gpu_says_so(monkeypatch, capsys):
+    """Guards --nproc-per-node: the first process has a GPU, so it says nothing.
+
+    Another one waits before it speaks: where the first has the same to say, it does so meanwhile.
+    """
+    waited = []
+    monkeypatch.setattr(pqn_abs_xl, "RANK", 99)
+    monkeypatch.setattr(pqn_abs_xl, "WORLD_SIZE", 100)
+    monkeypatch.setenv("LOCAL_RANK", "99")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    pqn_abs_xl.say("loading")  # which the first process says for all
     with pytest.raises(SystemExit) as error:
         pqn_abs_xl.main(pqn_abs_xl.Args())
-    assert error.value.code == 2 and "2 GPUs" in capsys.readouterr().err
-
-
-def wait_for_rows(folder, processes):
-    table = folder / "run" / "metrics.csv"
-    wait_for(lambda: table.exists() and len(rows(table)) > 1, processes[0])
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_death_of_one_process_ends_the_other_with_one_line(tmp_path, victim):
-    processes = start_pair(tmp_path, delay=0.001)
-    wait_for_rows(tmp_path, processes)
-    os.kill(processes[victim].pid, signal.SIGKILL)
-    survivor = processes[1 - victim]
-    _, errors = survivor.communicate(timeout=60)
-    lines = [line for line in errors.splitlines() if line.startswith("pqn_abs_xl.py: ")]
-    assert survivor.returncode == 1 and "Traceback" not in errors, errors
-    assert len(lines) == 1 and "another process is gone" in lines[0] and "--resume" in lines[0]
-
-
-def test_resuming_takes_as_many_processes(pair, capsys):
-    folder, *_ = pair
-    before = (folder / "checkpoint.pt").read_bytes()
-    with pytest.raises(SystemExit) as error:
-        pqn_abs_xl.main(pqn_abs_xl.Args(**(load(folder)["args"] | {"resume": str(folder)})))
-    assert error.value.code == 2 and (folder / "checkpoint.pt").read_bytes() == before
-    assert capsys.readouterr().err
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
-def test_torchrun(tmp_path, signum):
-    """The command of the README, ended by Ctrl-C or with its terminal: a saved run."""
-    (tmp_path / "process.py").write_text(PROCESS)
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    command = [*torchrun, tmp_path / "process.py", tmp_path, 0.001, "--runs-dir", tmp_path]
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    process = start(*command, *OPTIONS, env=path)
-    wait_for_rows(tmp_path, [process])
-    process.send_signal(signum)
-    process.communicate(timeout=60)
-    steps = column(tmp_path / "run" / "metrics.csv", "global_step", int)
-    assert load(tmp_path / "run")["global_step"] == steps[-1] == 256 * len(steps)
-    assert (tmp_path / "0.pt").exists() and (tmp_path / "1.pt").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and "--device cuda:99: " in line and len(waited) == 1

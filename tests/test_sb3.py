@@ -1,0 +1,108 @@
+"""examples/sb3_abs.py, checked from outside: Stable-Baselines3's PPO with ABS."""
+
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from helpers import ROOT
+
+sys.path.append(str(ROOT / "examples"))
+pytest.importorskip("stable_baselines3")
+import sb3_abs
+from stable_baselines3 import PPO
+
+
+class Recorder(sb3_abs.PPOWithABS):
+    """Keeps what each train() sees and what each measurement gives."""
+
+    def train(self):
+        buffer = self.rollout_buffer
+        seen = (buffer.buffer_size, buffer.pos, buffer.full, len(buffer.observations))
+        self.seen.append((self.n_steps, *seen))
+        super().train()
+
+    def adapt(self):
+        super().adapt()
+        self.measured.append(self.logger.name_to_value["abs/behavioral_divergence"])
+
+
+def make(**options):
+    defaults = {
+        "n_steps": 64,
+        "num_minibatches": 4,
+        "adapt_frequency": 2,
+        "device": "cpu",
+        "seed": 1,
+    }
+    model = Recorder("MlpPolicy", gymnasium.make("CartPole-v1"), **(defaults | options))
+    model.seen, model.measured = [], []
+    return model
+
+
+def expected_lengths(measured, count, length=64.0, every=2):
+    """Rollout lengths by Eq. 4, in another way: geometric interpolation by np.interp."""
+    lengths = []
+    given = iter(measured)
+    for call in range(1, count + 1):
+        lengths.append(round(length))
+        if call % every == 0:
+            clipped = np.log(np.clip(next(given), 0.05, 0.95))
+            share = np.interp(clipped, np.log([0.05, 0.95]), [0, 1])
+            length += 0.1 * ((128 - share * (128 - 32)) - length)
+    return lengths
+
+
+def test_rollouts_follow_equation_4():
+    """Guards the length of each rollout, and that all learned rows are the rollout's."""
+    model = make()
+    model.learn(3000)
+    lengths = [n_steps for n_steps, *_ in model.seen]
+    assert len(set(lengths)) > 3
+    assert lengths == expected_lengths(model.measured, len(lengths))
+    for n_steps, buffer_size, position, full, rows in model.seen:
+        assert n_steps == buffer_size == position == rows and full
+    assert model.num_timesteps == sum(lengths)
+
+
+def test_the_number_of_minibatches_stays():
+    """Guards uneven rollouts: no remainder makes a fifth mini-batch."""
+    model = make(n_steps=65, n_epochs=3)
+    model.learn(1500)
+    assert model._n_updates == 3 * len(model.seen)
+    for n_steps, *_ in model.seen:
+        assert np.ceil(n_steps / np.ceil(n_steps / 4)) == 4
+
+
+def test_a_linear_schedule_does_not_turn_negative():
+    rates = []
+    model = make(learning_rate=lambda left: rates.append(left) or 1e-3 * left)
+    model.learn(500)  # 8 rollouts of 64: the last one overshoots
+    assert min(rates) >= 0
+
+
+def test_save_and_load_go_on(tmp_path):
+    """Guards L, the counter and the weights, and a second learn() after them."""
+    model = make()
+    model.learn(640)
+    model.save(tmp_path / "model")
+    loaded = Recorder.load(tmp_path / "model", env=gymnasium.make("CartPole-v1"))
+    assert loaded.length == model.length and loaded.train_calls == model.train_calls
+    assert loaded.n_steps == loaded.rollout_buffer.buffer_size == round(model.length)
+    loaded.seen, loaded.measured = [], []
+    loaded.learn(640)
+    lengths = [n_steps for n_steps, *_ in loaded.seen]
+    assert lengths == expected_lengths(loaded.measured, len(lengths), length=model.length)
+    assert loaded.abs_limits == model.abs_limits
+
+
+def test_it_is_ppo_where_nothing_is_measured():
+    """Guards the rest of PPO: without a measurement, the weights are Stable-Baselines3's own."""
+    ours = make(adapt_frequency=10**6)
+    ours.learn(300)
+    plain = PPO(
+        "MlpPolicy", gymnasium.make("CartPole-v1"), n_steps=64, batch_size=16, seed=1, device="cpu"
+    )
+    plain.learn(300)
+    for name, weights in plain.policy.state_dict().items():
+        assert weights.equal(ours.policy.state_dict()[name])
