@@ -241,6 +241,14 @@ def check_scores(args, envs, scores):
         fail(f"the network must return scores of shape {shape}, not {tuple(scores.shape)}")
 
 
+def to_tensor(obs, device):
+    """Observations as a tensor on the device; one that is not finite ends the run."""
+    tensor = torch.tensor(np.ascontiguousarray(obs), device=device)
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        fail("an environment returned an observation that is not finite", status=1)
+    return tensor
+
+
 def reset(args, envs, seed, device):
     """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
     sub_envs = getattr(envs.unwrapped, "envs", [])
@@ -254,7 +262,7 @@ def reset(args, envs, seed, device):
     if args.episodic_life and "lives" not in info:
         fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
     lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
-    return torch.tensor(np.ascontiguousarray(obs), device=device), lives
+    return to_tensor(obs, device), lives
 
 
 def step(envs, actions):
@@ -269,9 +277,7 @@ def step(envs, actions):
     """
     first_action = envs.single_action_space.start
     obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
-    next_obs = torch.tensor(np.ascontiguousarray(obs), device=actions.device)
-    if next_obs.is_floating_point() and not next_obs.isfinite().all():
-        fail("an environment returned an observation that is not finite", status=1)
+    next_obs = to_tensor(obs, actions.device)
     terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
     last_obs = next_obs[:0]  # empty, unless an episode is truncated
     if truncated.any():
@@ -612,7 +618,8 @@ def check_args(args):
     limits = [
         (0, 2**63, "seed"),
         (1, 10**15, "total_timesteps"),
-        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**6, "num_envs num_steps rollout_min update_epochs"),
+        (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
         (2, args.num_envs * shortest, "micro_batches"),
@@ -653,8 +660,9 @@ def load_checkpoint(args, folder, modules):
                 module.load_state_dict(saved[name])
         # PyTorch does not check the shapes of the optimizer's state; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
-            for name in state.keys() - {"step"}:
-                state[name] = torch.empty_like(parameter).copy_(state[name])
+            for name, value in state.items():
+                expected = torch.tensor(0.0) if name == "step" else parameter
+                state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, torn or foreign file has many ways to show it
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
     return saved
@@ -830,7 +838,7 @@ def launch(Args=Args, **parts):
             if config["script"] != SCRIPT:
                 fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
             defaults = Args(**config["args"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
         args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:

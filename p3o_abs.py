@@ -175,7 +175,7 @@ class ActorCritic(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # Bytes fit bfloat16 exactly. Where autocast uses it, float32 would be one cast more.
+        # Bytes fit bfloat16 exactly. So where autocast uses it, they need no detour by float32.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
@@ -238,6 +238,14 @@ def check_policy(args, envs, outputs):
         fail(f"the network must return logits and values of shapes {expected}, not {shapes}")
 
 
+def to_tensor(obs, device):
+    """Observations as a tensor on the device; one that is not finite ends the run."""
+    tensor = torch.tensor(np.ascontiguousarray(obs), device=device)
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        fail("an environment returned an observation that is not finite", status=1)
+    return tensor
+
+
 def reset(args, envs, seed, device):
     """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
     sub_envs = getattr(envs.unwrapped, "envs", [])
@@ -251,7 +259,7 @@ def reset(args, envs, seed, device):
     if args.episodic_life and "lives" not in info:
         fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
     lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
-    return torch.tensor(np.ascontiguousarray(obs), device=device), lives
+    return to_tensor(obs, device), lives
 
 
 def step(envs, actions):
@@ -266,9 +274,7 @@ def step(envs, actions):
     """
     first_action = envs.single_action_space.start
     obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
-    next_obs = torch.tensor(np.ascontiguousarray(obs), device=actions.device)
-    if next_obs.is_floating_point() and not next_obs.isfinite().all():
-        fail("an environment returned an observation that is not finite", status=1)
+    next_obs = to_tensor(obs, actions.device)
     terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
     last_obs = next_obs[:0]  # empty, unless an episode is truncated
     if truncated.any():
@@ -503,7 +509,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     obs[t] = next_obs
                     log_behavior[t], values[t] = policy_and_value(network, next_obs)
                     actions[t] = torch.multinomial(log_behavior[t].exp(), 1).squeeze(1)
-                    pressed = with_fire(envs, actions[t], lost_life)  # π learns from actions[t]
+                    pressed = with_fire(envs, actions[t], lost_life)  # but π learns from actions[t]
                     next_obs, reward, terminal, timeout, last_obs, info = step(envs, pressed)
                     rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
                     terminated[t] = torch.tensor(terminal)
@@ -659,8 +665,9 @@ def load_checkpoint(args, folder, modules):
                 module.load_state_dict(saved[name])
         # PyTorch does not check the shapes of the optimizer's state; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
-            for name in state.keys() - {"step"}:
-                state[name] = torch.empty_like(parameter).copy_(state[name])
+            for name, value in state.items():
+                expected = torch.tensor(0.0) if name == "step" else parameter
+                state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, torn or foreign file has many ways to show it
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
     return saved
@@ -836,7 +843,7 @@ def launch(Args=Args, **parts):
             if config["script"] != SCRIPT:
                 fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
             defaults = Args(**config["args"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
         args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:

@@ -6,26 +6,33 @@
 
 A small transformer learns to add two numbers, character by character. First it imitates a teacher
 that often forgets to carry. Then reinforcement learning repairs what the teacher spoilt. A step is
-one whole answer here, and an answer earns 1 if it is exactly right, else 0. The advantage A of all
-tokens of an answer is its reward minus the mean reward of the G answers to the same problem. So no
-critic is needed. With ρ_i = π_θ(token_i) / π_b(token_i), where the policy π_b wrote the token, the
-losses are means over the N valid tokens of a batch:
+one whole answer here. An answer earns 1 if it is exactly right, else 0. All its tokens share one
+advantage A: its reward minus the mean reward of the G answers to the same problem. So no critic is
+needed.
+
+The policy π_b that wrote a token may differ from the policy π_θ that learns from it. With the ratio
+ρ_i = π_θ(token_i) / π_b(token_i), the losses are means over the N valid tokens of a batch:
 
     p3o    -sg(min(ρ_i, e_B)) log π_θ(token_i) A_i + (1 - e_B) KL( π_θ ‖ π_b )    [arXiv 2605.12380]
            e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²),   the effective sample size, from 1/N to 1
     ppo    -min( ρ_i A_i, clip(ρ_i, 1 - ε, 1 + ε) A_i )                           [arXiv 1707.06347]
     grpo   ppo's, with A divided by the standard deviation of the G rewards       [arXiv 2402.03300]
 
-sg stops the gradient. If the policies agree, all ρ are 1 and e_B = 1. If they differ, a few large ρ
-dominate the sum and e_B falls. Then the cap e_B keeps those few from dominating, and the weight
-1 - e_B of the KL divergence pulls π_θ back towards π_b. Valid tokens are those of an answer up to
-its end: padding decides nothing, so it must not count in e_B either.
+sg stops the gradient. N e_B is the number of tokens that the batch is still worth. If the policies
+agree, all ρ are 1 and e_B = 1: nothing is capped, and nothing pulls. If they differ, a few large ρ
+outweigh all others, and e_B falls. So e_B is the cap: the less a batch is worth, the less a single
+token may weigh. And 1 - e_B is the weight of the KL divergence: the more of the batch's worth is
+lost, the harder π_θ is pulled back to π_b, where a batch is worth all of its tokens.
 
-Every batch makes one gradient step. So on fresh data P3O and PPO are the same. They differ with
---lag, where an earlier policy writes the answers, and with --behavior-noise, where the sampler is
-not quite the learner, as with a serving engine. --adapt-batch adds Adaptive Batch Scaling
-[ABS: arXiv 2605.21557]. There L is the number of problems in a batch, and follows the KL divergence
-δ of an update:
+The valid tokens are those of an answer up to its end. Padding after it decides nothing, so it must
+not count in e_B.
+
+Every batch makes one gradient step. So P3O and PPO make the same steps on fresh data. They differ
+with --lag, where an earlier policy writes the answers, and with --behavior-noise, where the sampler
+is not quite the learner, as with a serving engine.
+
+--adapt-batch adds Adaptive Batch Scaling [ABS: arXiv 2605.21557]. A batch has L problems with G
+answers to each. L follows the KL divergence δ of an update:
 
     δ   = mean over the valid tokens of KL( π_θold ‖ π_θ )
     α   = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
@@ -41,7 +48,7 @@ P3O with ABS:
     python p3o_tokens.py --adapt-batch
 Continue a run after Ctrl-C or a crash:
     python p3o_tokens.py --resume runs/...
-A transformer of your own: pass CausalTransformer to launch().
+Your own model or schedule: pass CausalTransformer or rollout_length to launch().
 """
 
 import copy
@@ -78,12 +85,12 @@ except ImportError:  # on Windows
 
 @dataclass
 class Args:
-    """P3O, PPO and GRPO on token sequences. A step is one answer. Symbols are in brackets."""
+    """P3O, PPO and GRPO on token sequences. A step is one answer; symbols are in brackets."""
 
     env_id: Literal["addition"] = "addition"  # the task
     loss: Literal["p3o", "ppo", "grpo"] = "p3o"  # as above
     seed: int = 1  # seed of the model, the teacher, the problems and the sampled answers
-    total_timesteps: int = 30_720  # [T_total] steps: answers to learn from
+    total_timesteps: int = 30_720  # [T_total] answers to learn from: a step is one answer
     group_size: int = 8  # [G] answers to each problem
     learning_rate: float = 1e-3  # learning rate of Adam
     clip_coef: float = 0.2  # [ε] of ppo and grpo
@@ -91,10 +98,10 @@ class Args:
     supervised_updates: int = 1500  # imitation of the teacher first, 64 answers per update
     supervised_rate: float = 2e-3  # highest learning rate of the imitation, after a warm-up
     forget_share: float = 0.5  # share of the teacher's answers in which it forgets to carry
-    lag: int = 0  # by how many updates the policy that answers is behind
+    lag: int = 0  # the policy that answers is the one of so many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler
     temperature: float = 1.3  # the sampler's with --behavior-noise temperature; the learner's is 1
-    eval_frequency: int = 10  # evaluate in every so many iterations
+    eval_frequency: int = 10  # iterations from one evaluation to the next
 
     adapt_batch: bool = False  # ABS: adapt L; without it, L = num_problems
     num_problems: int = 32  # [L] problems in the first batch
@@ -106,20 +113,10 @@ class Args:
     beta: float = 0.1  # [β] step size of L_adapt; not in the paper, from its author's code
 
     runs_dir: str = "runs"  # the run's folder is created in here
-    run_name: str | None = None  # the folder's name; by default game, script, seed and time
+    run_name: str | None = None  # the folder's name; by default task, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints
     resume: str | None = None  # continue the run in this folder; its arguments become the defaults
     track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
-
-
-def seed_all(seed, iteration) -> int:
-    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
-    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
-    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-    return number
 
 
 # The task: " 347+  58=" is answered by "504\n", with the units first, as one adds on paper.
@@ -138,7 +135,8 @@ def draw_problems(rng, count, held_out=False):
         smallest_a, smallest_b = rng.choices((10, 100, 1000), k=2)
         a = rng.randrange(smallest_a, 10 * smallest_a)
         b = rng.randrange(smallest_b, 10 * smallest_b)
-        if ((a + b) % 7 == 0) == held_out:
+        is_held_out = (a + b) % 7 == 0
+        if is_held_out == held_out:
             problems.append((a, b))
     return problems
 
@@ -211,7 +209,7 @@ class CausalTransformer(nn.Module):
 
 
 def answer_logits(network, tokens):
-    """Logits (N, ANSWER, V), float32, of the answers in whole sequences (N, PROMPT + ANSWER)."""
+    """Logits (N, ANSWER, V) of the answers in whole sequences (N, PROMPT + ANSWER), in float32."""
     logits = network(tokens[:, :-1])
     return logits[:, PROMPT - 1 :].float()
 
@@ -220,16 +218,17 @@ def answer_logits(network, tokens):
 def write_answers(network, prompts, temperature):
     """Answers (N, ANSWER) to prompts (N, PROMPT), and log π_b (N, ANSWER, V) of all tokens.
 
-    Each token takes a pass over the whole sequence, whose padding causal attention does not see. So
-    the last pass has log π_b at every position. Learning makes the same pass, and fresh data has
-    ρ = 1 to the bit. A KV cache would be faster, and round differently.
+    Each token takes a pass over the whole sequence. Attention is causal: what a pass says about one
+    token depends only on those before it. So the last pass, which sees all of them, has log π_b of
+    the whole answer. Learning makes the same pass, and so fresh data has ρ = 1 to the bit. A KV
+    cache would be faster, but it would round differently.
     """
     tokens = F.pad(prompts, (0, ANSWER), value=END)
     for t in range(ANSWER):
         log_pi = (answer_logits(network, tokens) / temperature).log_softmax(-1)
         tokens[:, PROMPT + t] = log_pi[:, t].exp().multinomial(1).squeeze(1)
     answers = tokens[:, PROMPT:]
-    return answers.where(valid_tokens(answers), END), log_pi
+    return answers.where(valid_tokens(answers), END), log_pi  # what follows an END is padding
 
 
 def accuracy(network, problems, temperature) -> float:
@@ -340,6 +339,16 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
+def seed_all(seed, iteration) -> int:
+    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
+    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return number
+
+
 def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_length) -> Path:
     """Train, and return the run's folder. Pass your own CausalTransformer or rollout_length."""
     check_args(args)
@@ -352,11 +361,12 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
     if args.resume is None:
         imitate_teacher(network, args)
     network.eval()  # learns without dropout, too: fresh data must have ρ = 1
-    # Slot i mod (lag + 1) holds the policy of iteration i, so the next slot has the oldest.
+    # Slot i mod (lag + 1) holds iteration i's policy, so the next slot has that of lag iterations
+    # ago. At first, all of them hold the first policy.
     policies = nn.ModuleList()
     for _ in range(args.lag + 1):
         policies.append(copy.deepcopy(network))
-    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.Adam(network.parameters())  # the loop sets the learning rate
     modules = {"network": network, "policies": policies, "optimizer": optimizer}
     modules["rollout_length"] = rollout_length
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
@@ -376,7 +386,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             global_step += batch_size
             optimizer.param_groups[0]["lr"] = args.learning_rate
 
-            # 1. Collect G answers to each of L problems, from the policy of lag iterations ago.
+            # 1. Collect G answers to each of L problems, by the policy of lag iterations ago.
             policies[iteration % len(policies)].load_state_dict(network.state_dict())
             sampler = policies[(iteration + 1) % len(policies)]
             problems = draw_problems(random.Random(seed), num_problems)
@@ -387,30 +397,30 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             rewards = (answers == targets).all(1).float()
             run.scores.extend(rewards.tolist())  # an answer counts as an episode
 
-            # 2. Update θ by one gradient step on the mean loss of all valid tokens. From here on,
-            # each row of a tensor is a valid token.
+            # 2. Update θ by one gradient step on the mean loss of all valid tokens.
+            grouped = rewards.view(num_problems, args.group_size)
+            answer_advantages = group_advantages(grouped, scaled=args.loss == "grpo").flatten()
+            # From here on, tensors have one row per valid token. [valid] picks them, in order.
             valid = valid_tokens(answers)
             tokens = answers[valid]
             log_pi_b = log_behavior[valid]
-            grouped = rewards.view(num_problems, args.group_size)
-            answer_advantages = group_advantages(grouped, scaled=args.loss == "grpo").flatten()
             advantages = answer_advantages.repeat_interleave(valid.sum(1))
             sequences = torch.cat([prompts, answers], 1)
             log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
             log_probs = log_prob_of(log_pi, tokens)
             old_log_probs = log_prob_of(log_pi_b, tokens)
-            loss, ess, kl, capped = p3o_loss(log_pi, log_pi_b, tokens, advantages)
+            loss, ess, kl, capped_share = p3o_loss(log_pi, log_pi_b, tokens, advantages)
             if args.loss != "p3o":
-                loss = clipped_surrogate(log_probs, old_log_probs, advantages, args.clip_coef)
-                loss = loss.mean()
-            is_clipped = ((log_probs - old_log_probs).exp() - 1).abs() > args.clip_coef
+                losses = clipped_surrogate(log_probs, old_log_probs, advantages, args.clip_coef)
+                loss = losses.mean()
+            ratios = (log_probs - old_log_probs).exp()
+            is_outside = (ratios - 1).abs() > args.clip_coef  # of PPO's 1 ± ε
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
             optimizer.step()
 
-            # 3. ABS: measure how far the update moved the policy, and adapt L. B_ref is the batch,
-            # in which log_pi is still θ_old's.
+            # 3. ABS: measure how far the update moved the policy, and adapt L. log_pi is θ_old's.
             divergence = None
             if iteration % args.adapt_frequency == 0:
                 with torch.no_grad():
@@ -427,7 +437,6 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
                 )
 
             # 4. Evaluate, log and save.
-            done = global_step >= args.total_timesteps or run.interrupted
             greedy_accuracy = sampled_accuracy = None
             is_last = global_step >= args.total_timesteps
             if is_last or (iteration - 1) % args.eval_frequency == 0:
@@ -446,11 +455,12 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
                 "p3o/ess": ess.item(),
                 "p3o/kl_weight": 1 - ess.item(),
                 "p3o/kl": kl.item(),
-                "p3o/capped": capped.item(),
-                "ppo/clipped": is_clipped.float().mean().item(),
+                "p3o/capped": capped_share.item(),
+                "ppo/clipped": is_outside.float().mean().item(),
             }
             run.check_finite(network)
             run.log(row)
+            done = is_last or run.interrupted
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration}
                 run.save(modules, adaptive_length=adaptive_length, **counters)
@@ -482,7 +492,8 @@ def check_args(args):
     limits = [
         (0, 2**63, "seed"),
         (1, 10**15, "total_timesteps"),
-        (1, 10**6, "supervised_updates num_problems problems_min problems_max"),
+        (1, 10**6, "supervised_updates num_problems problems_min"),
+        (args.problems_min, 10**6, "problems_max"),
         (1, 10**9, "eval_frequency adapt_frequency"),
         (2, 10**6, "group_size"),
         (0, 10**4, "lag"),
@@ -524,8 +535,9 @@ def load_checkpoint(args, folder, modules):
                 module.load_state_dict(saved[name])
         # PyTorch does not check the shapes of the optimizer's state; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
-            for name in state.keys() - {"step"}:
-                state[name] = torch.empty_like(parameter).copy_(state[name])
+            for name, value in state.items():
+                expected = torch.tensor(0.0) if name == "step" else parameter
+                state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, torn or foreign file has many ways to show it
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
     return saved
@@ -701,7 +713,7 @@ def launch(Args=Args, **parts):
             if config["script"] != SCRIPT:
                 fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
             defaults = Args(**config["args"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
         args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:

@@ -20,12 +20,13 @@ policy that moves a lot gets small batches, a stable one gets large batches:
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
     L_adapt ← (1 - β) L_adapt + β L'                smooths L; it starts at L_min, with β = 0.1
 
-The paper gives no numbers for PPO. These are the experiment of its author's code, in which L is the
-whole batch: with E environments, each of them makes L / E steps. That code differs in four points:
-it runs 5M steps; it rounds L down to a multiple of 32; once L has moved, it makes
-N_epochs · L // 2048 epochs, even if these are fewer than N_epochs; and a time limit counts as an
-end, where here the value of the last observation stands in. The main lines that only ABS needs are
-marked "ABS".
+L counts the steps of all E environments together, so it is the batch, and each environment makes
+L / E steps. The main lines that only ABS needs are marked "ABS".
+
+The paper gives no numbers for PPO. These are the numbers of its author's code, which differs in
+four points. It runs 5M steps. It rounds L down to a multiple of 32. Once L has moved, it makes
+N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. And an episode that a time
+limit cuts counts as ended there. Here, the value of its last observation stands in for the rest.
 
 Install MuJoCo:
     pip install "gymnasium[mujoco]"
@@ -35,8 +36,8 @@ Plain PPO, with L = 2,048 throughout:
     python ppo_abs_continuous.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python ppo_abs_continuous.py --resume runs/...
-Your own environment, network or schedule: pass make_envs, ActorCritic (with .actor, which gives the
-means, and .log_std) or rollout_length to launch(), as the files in examples/ do for pqn_abs.py.
+Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
+launch(), as the files in examples/ do for pqn_abs.py. Your ActorCritic needs .actor and .log_std.
 """
 
 import copy
@@ -81,7 +82,7 @@ class Args:
     env_id: str = "HalfCheetah-v5"  # any of Gymnasium's with vectors as observations and actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
     total_timesteps: int = 1_000_000  # [T_total] environment steps
-    num_envs: int = 1  # [E] environments, one after the other
+    num_envs: int = 1  # [E] environments, which take their steps one after the other
     learning_rate: float = 3e-4  # learning rate of Adam
     anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
     gamma: float = 0.99  # [γ] discount
@@ -102,8 +103,8 @@ class Args:
     delta_max: float = 0.1  # [δ_max] at this KL divergence or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L_adapt
     reference_states: int = 2048  # [M] states in B_ref
-    divergence_window: int = 20  # how many measurements' mean drives L
-    burn_in: int = 10  # how many measurements there must be before L moves
+    divergence_window: int = 20  # L follows the mean of so many measurements, the last ones
+    burn_in: int = 10  # L moves from this measurement on
     scale_epochs: bool = True  # more epochs where L > base_steps: N_epochs * L // base_steps
     base_steps: int = 2048  # L above which --scale-epochs adds epochs
 
@@ -181,7 +182,7 @@ def check_envs(args, envs):
     if space.is_bounded() and (off_zero or high - low > 20):
         say(
             f"{SCRIPT}: actions go from {low:g} to {high:g}, but the policy starts with mean 0 and "
-            "standard deviation 1; gymnasium.wrappers.RescaleAction(env, -1, 1) mends that"
+            "standard deviation 1; gymnasium.wrappers.RescaleAction(env, -1, 1) fixes that"
         )
 
 
@@ -208,7 +209,7 @@ def step(envs, actions):
     """Act in all environments; actions are (E, A). Returns NumPy arrays, all of them copies:
 
     - next_obs (E, D): the observations to act on next
-    - following (E, D): the same, but the last observation of an episode that ended
+    - following (E, D): the same, but where an episode ended, its own last observation
     - rewards, terminated, truncated (E,)
     """
     obs, rewards, terminated, truncated, info = envs.step(actions)
@@ -245,10 +246,11 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean.tolist(), "squares": self.squares.tolist()}
 
     def load_state_dict(self, state):
-        self.count = state["count"]
-        shape = self.mean.shape
-        self.mean = np.array(state["mean"], float).reshape(shape)  # an error, if it is another's
-        self.squares = np.array(state["squares"], float).reshape(shape)
+        mean = np.array(state["mean"], float)
+        squares = np.array(state["squares"], float)
+        if mean.shape != self.mean.shape or squares.shape != self.mean.shape:
+            raise ValueError(f"moments of shape {mean.shape} instead of {self.mean.shape}")
+        self.count, self.mean, self.squares = float(state["count"]), mean, squares
 
 
 class Normalizer:
@@ -275,7 +277,7 @@ class Normalizer:
         return self.scale(obs)
 
     def observe_step(self, next_obs, following, over):
-        """Scales both results of step(), after counting every observation once. over is (E,)."""
+        """Both results of step() as the network sees them, after counting each observation once."""
         scaled = self.observe(following)
         scaled_next = scaled.copy()
         if over.any():
@@ -472,7 +474,8 @@ def main(
             # 1. Collect L steps with actions drawn from π_θ, in NumPy, which writes rows faster.
             obs = np.zeros((length, *next_obs.shape), np.float32)
             following = np.zeros_like(obs)  # the observations after them, in the same episodes
-            actions = torch.randn((length, num_envs, *space.shape)).numpy()  # standard normal yet
+            noise = torch.randn((length, num_envs, *space.shape)).numpy()
+            actions = np.zeros_like(noise)
             rewards = np.zeros((length, num_envs), np.float32)
             terminated = np.zeros((length, num_envs), bool)
             truncated = np.zeros_like(terminated)
@@ -481,8 +484,8 @@ def main(
                 for t in range(length):
                     obs[t] = next_obs
                     means = network.actor(torch.from_numpy(next_obs)).numpy()
-                    actions[t] = means + std * actions[t]
-                    allowed = actions[t].clip(space.low, space.high)  # π learns from what it drew
+                    actions[t] = means + std * noise[t]  # learning sees these, unclipped
+                    allowed = actions[t].clip(space.low, space.high)
                     raw_obs, raw_following, reward, terminal, timeout = step(envs, allowed)
                     over = terminal | timeout
                     next_obs, following[t] = normalizer.observe_step(raw_obs, raw_following, over)
@@ -495,7 +498,7 @@ def main(
                 terminated, truncated = map(torch.from_numpy, (terminated, truncated))
                 means, values = network(obs)
                 log_probs = gaussian_log_prob(means, network.log_std, actions)
-                next_values = network(torch.from_numpy(following))[1]
+                _, next_values = network(torch.from_numpy(following))
 
             # 2. Update θ by PPO's loss: N_epochs passes in shuffled mini-batches.
             advantages = gae(
@@ -531,7 +534,8 @@ def main(
                 sample = torch.randperm(batch_size)[: args.reference_states]  # B_ref
                 kl = policy_divergence(network, old_network, batch["obs"][sample])
                 divergences.append(kl)
-                if iteration // args.adapt_frequency >= args.burn_in:
+                num_measured = iteration // args.adapt_frequency
+                if num_measured >= args.burn_in:
                     adaptive_length = rollout_length(
                         sum(divergences) / len(divergences),
                         adaptive_length,
@@ -590,17 +594,18 @@ def check_args(args):
     limits = [
         (0, 2**63, "seed"),
         (1, 10**15, "total_timesteps"),
-        (1, 10**6, "num_envs num_steps rollout_min rollout_max update_epochs"),
+        (1, 10**6, "num_steps rollout_min update_epochs"),
+        (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states divergence_window base_steps"),
         (0, 10**9, "burn_in"),
         (1, shortest, "num_envs"),
-        (1, shortest // args.num_envs * args.num_envs, "num_minibatches"),
-        (0, 1, "gamma gae_lambda ent_coef vf_coef beta"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every clip_coef delta_max"),
+        (1, shortest // 2, "num_minibatches"),  # rounding L / E may lose a third of L
+        (0, 1, "gamma gae_lambda beta"),
+        (0, 1e9, "ent_coef vf_coef"),
+        (1e-9, 1, "clip_coef"),
+        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
-    if args.adapt_rollout:
-        limits.append((args.rollout_min, 10**6, "rollout_max"))
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
@@ -632,8 +637,9 @@ def load_checkpoint(args, folder, modules):
                 module.load_state_dict(saved[name])
         # PyTorch does not check the shapes of the optimizer's state; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
-            for name in state.keys() - {"step"}:
-                state[name] = torch.empty_like(parameter).copy_(state[name])
+            for name, value in state.items():
+                expected = torch.tensor(0.0) if name == "step" else parameter
+                state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, torn or foreign file has many ways to show it
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
     return saved
@@ -809,7 +815,7 @@ def launch(Args=Args, **parts):
             if config["script"] != SCRIPT:
                 fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
             defaults = Args(**config["args"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
         args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
     try:

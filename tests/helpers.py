@@ -1,9 +1,11 @@
 """What several test files share: an environment and a network that take no time, and processes."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,11 @@ import numpy as np
 import torch
 import torch.nn as nn
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 
 ROOT = Path(__file__).parents[1]
 SMALL_RUN = ROOT / "tests" / "small_run.py"
+LIMIT = 600  # seconds after which a process counts as hung; no test waits for it where all is well
 
 
 class FakeEnvs(gymnasium.vector.VectorEnv):
@@ -36,6 +40,8 @@ class FakeEnvs(gymnasium.vector.VectorEnv):
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = gymnasium.spaces.Box(0, 255, (6,), np.uint8)
         self.single_action_space = gymnasium.spaces.Discrete(4)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
         self.seed = seed
@@ -68,6 +74,33 @@ class FakeEnvs(gymnasium.vector.VectorEnv):
         return self.rng.integers(256, size=(self.num_envs, 6), dtype=np.uint8)
 
 
+class ReusedArrays(FakeEnvs):
+    """Writes each step's results into the arrays that it returned before, and into the actions."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.returned = {}
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return self.reused("obs", obs), self.reused_values(info)
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, info = super().step(actions)
+        actions[:] = 0
+        flags = self.reused("terminated", terminated), self.reused("truncated", truncated)
+        results = self.reused("obs", obs), self.reused("reward", reward), *flags
+        return *results, self.reused_values(info)
+
+    def reused_values(self, info):
+        return {name: self.reused(name, array) for name, array in info.items()}
+
+    def reused(self, name, array):
+        kept = self.returned.setdefault(name, array.copy())
+        kept[...] = array
+        return kept
+
+
 class SmallNetwork(nn.Module):
     """Smooth, so that float32 and float64 agree; its head is no float32 one under autocast."""
 
@@ -82,9 +115,27 @@ class SmallNetwork(nn.Module):
         return self.head(torch.tanh(self.hidden(x)))
 
 
+def on(envs, network=SmallNetwork):
+    """The parts of pqn_abs.py's main and launch that make it train a network on envs."""
+    return {"make_envs": lambda args: envs, "QNetwork": network}
+
+
 def stacked(steps, name):
     """One of the arrays of FakeEnvs.steps over time: (L, E, ...)."""
     return np.stack([getattr(step, name) for step in steps])
+
+
+def expected_episodes(steps):
+    """(global_step, score) of each whole game in what FakeEnvs recorded."""
+    num_envs = len(steps[0].reward)
+    score = np.zeros(num_envs)
+    episodes = []
+    for t, step in enumerate(steps, 1):
+        score += step.reward
+        for i in np.flatnonzero(step.over):
+            episodes.append((num_envs * t, score[i]))
+            score[i] = 0
+    return episodes
 
 
 def rows(path):
@@ -99,6 +150,10 @@ def column(path, name, kind=float):
 
 def load(folder):
     return torch.load(Path(folder) / "checkpoint.pt", weights_only=True)
+
+
+def config(folder):
+    return json.loads((Path(folder) / "config.json").read_text())
 
 
 def same_weights(one, other):
@@ -124,9 +179,25 @@ def start(*command, **options):
     return started[-1]
 
 
-def wait_for(condition, process, seconds=60):
+def end_of(process, status=0):
+    """Wait until a process ends, with this status; returns its output and errors."""
+    output, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == status, errors
+    return output, errors
+
+
+def next_line(process):
+    """Wait for the next line of a process's errors."""
+    alarm = threading.Timer(LIMIT, process.kill)
+    alarm.start()
+    line = process.stderr.readline()
+    alarm.cancel()
+    return line
+
+
+def wait_for(condition, process):
     """Wait until condition() holds, while the process lives."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         assert process.poll() is None, process.communicate()

@@ -4,9 +4,12 @@ import minatar
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, column, load, start
+from helpers import ROOT, column, config, end_of, start
 
 from examples import minatar_abs
+
+SCRIPT = ROOT / "examples" / "minatar_abs.py"
+PARTS = {name: getattr(minatar_abs, name) for name in ("Args", "make_envs", "QNetwork")}
 
 
 @pytest.mark.parametrize("game", minatar_abs.GAMES)
@@ -77,10 +80,9 @@ def test_network_is_pqns():
 
 
 @pytest.mark.parametrize("game", ["Breakout", "pong", "", "../breakout"])
-def test_an_unknown_game_is_refused(example, refused, game):
-    """Guards --env-id: the line has the example's name and all games."""
-    example(minatar_abs)
-    line = refused("--env-id", game)
+def test_an_unknown_game_is_refused(refused, game):
+    """Guards --env-id: the line has all games."""
+    line = refused("--env-id", game, **PARTS)
     assert f"--env-id {game}" in line
     assert all(known in line for known in minatar_abs.GAMES)
 
@@ -88,21 +90,29 @@ def test_an_unknown_game_is_refused(example, refused, game):
 def test_a_run_from_the_command_line(tmp_path):
     """Guards the example as a user starts it: its folder carries its name."""
     small = ["--env-id", "freeway", "--num-envs", 4, "--num-minibatches", 2]
-    script = ROOT / "examples" / "minatar_abs.py"
-    process = start(script, *small, "--total-timesteps", 1000, "--runs-dir", tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    process = start(SCRIPT, *small, "--total-timesteps", 1000, "--runs-dir", tmp_path)
+    _, errors = end_of(process)
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("freeway__minatar_abs__1__")
-    assert load(folder)["args"]["learning_rate"] == minatar_abs.Args().learning_rate
+    assert f"python {SCRIPT} --resume {folder}" in errors
+    assert config(folder)["script"] == "minatar_abs.py"
+    assert config(folder)["args"]["learning_rate"] == minatar_abs.Args().learning_rate
+
+
+def test_without_minatar_it_says_what_to_install(tmp_path):
+    """Guards who has not installed the example's package: one line, and status 2."""
+    (tmp_path / "minatar.py").write_text("raise ImportError('no such package')")
+    process = start(SCRIPT, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    _, errors = end_of(process, status=2)
+    assert errors.startswith("minatar_abs.py: ") and errors.count("\n") == 1
+    assert "pip install MinAtar" in errors
 
 
 @pytest.mark.slow
-def test_breakout_is_learned(example, launch, tmp_path):
+def test_breakout_is_learned(launch, tmp_path):
     """Guards learning from images: 100,000 steps; a random policy scores 0.4."""
-    example(minatar_abs)
     arguments = ["--env-id", "breakout", "--total-timesteps", 100_000, "--device", "cpu"]
-    status, errors = launch("--runs-dir", tmp_path, "--run-name", "run", *arguments)
+    status, errors = launch("--runs-dir", tmp_path, "--run-name", "run", *arguments, **PARTS)
     assert status == 0, errors
     scores = column(tmp_path / "run" / "metrics.csv", "charts/episodic_return")
     assert scores[0] < 0.8 and scores[-1] > 2.0

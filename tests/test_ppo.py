@@ -400,9 +400,10 @@ def test_the_learning_rate_falls_with_the_steps_or_stays(train, rates, script, a
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_fire_follows_a_lost_life_whatever_was_drawn(train, draws, script):
+@pytest.mark.parametrize("kind", [FakeEnvs, ReusedArrays])
+def test_fire_follows_a_lost_life_whatever_was_drawn(train, draws, script, kind):
     """Guards the games that wait for FIRE; that learning is of the draw, the test above sees."""
-    envs = FakeEnvs(8, terminate=0.3, lives=4)
+    envs = kind(8, terminate=0.3, lives=4)
     train(script, envs, total_timesteps=8 * 70, num_steps=70, rollout_max=70)
     drawn = torch.stack(draws).numpy()
     pressed = stacked(envs.steps, "action")

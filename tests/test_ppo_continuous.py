@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import random
 import sys
 from types import SimpleNamespace
 
@@ -10,8 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from gymnasium.spaces import Box
-from helpers import FakeEnvs, column, load, rows, same_weights, stacked
+from gymnasium.spaces import Box, Discrete, MultiBinary
+from gymnasium.vector.utils import batch_space
+from helpers import (
+    FakeEnvs,
+    ReusedArrays,
+    column,
+    config,
+    contents,
+    load,
+    rows,
+    same_weights,
+    stacked,
+)
 from torch.distributions import Independent, Normal, kl_divergence
 
 import ppo_abs
@@ -23,9 +35,15 @@ class ToyEnvs(FakeEnvs):
 
     def __init__(self, num_envs, limit=0.5, **ends):
         super().__init__(num_envs, **ends)
-        self.single_observation_space = Box(-np.inf, np.inf, (3,), np.float64)
-        self.single_action_space = Box(-limit, limit, (2,), np.float32)
+        self.use(Box(-limit, limit, (2,), np.float32))
         self.first = []
+
+    def use(self, action_space, observation_space=None):
+        self.single_observation_space = observation_space or Box(-np.inf, np.inf, (3,), float)
+        self.single_action_space = action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(action_space, self.num_envs)
+        return self
 
     def reset(self, *, seed=None, options=None):
         obs, info = super().reset(seed=seed)
@@ -37,50 +55,60 @@ class ToyEnvs(FakeEnvs):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """train(envs, **arguments) runs the script on envs, or on real ones where envs is None."""
     count = iter(range(1000))
 
-    def run(envs, **arguments):
+    def run(
+        envs,
+        network=script.ActorCritic,
+        rollout_length=script.rollout_length,
+        gae=script.gae,
+        **arguments,
+    ):
+        parts = {"ActorCritic": network, "rollout_length": rollout_length, "gae": gae}
         defaults = {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
         if envs is not None:
-            monkeypatch.setattr(script, "make_envs", lambda args: envs)
+            parts["make_envs"] = lambda args: envs
             defaults |= {"num_envs": envs.num_envs, "num_minibatches": 1, "num_steps": 21}
             defaults |= {"rollout_min": 21, "rollout_max": 60, "base_steps": 21}
             defaults |= {"adapt_rollout": False, "adapt_frequency": 2, "total_timesteps": 84}
             defaults |= {"update_epochs": 3, "learning_rate": 0.01}
-        return script.main(script.Args(**(defaults | arguments)))
+        return script.main(script.Args(**(defaults | arguments)), **parts)
 
     return run
 
 
+class Recorder:
+    """Parts that keep each rollout's values and rewards, and the network that collected it."""
+
+    def __init__(self):
+        self.rollouts = []
+        self.parts = {"network": self.make_network, "gae": self.gae}
+
+    def make_network(self, envs):
+        self.network = script.ActorCritic(envs)
+        return self.network
+
+    def gae(self, rewards, values, next_values, *ends):
+        rollout = SimpleNamespace(rewards=rewards, values=values, next_values=next_values)
+        rollout.network = copy.deepcopy(self.network)
+        self.rollouts.append(rollout)
+        return script.gae(rewards, values, next_values, *ends)
+
+
 @pytest.fixture
-def networks(monkeypatch):
-    """A list that gets the network of each run that begins."""
-    made = []
+def noises(monkeypatch):
+    """A list that gets the standard normal numbers of each rollout's actions."""
+    drawn = []
+    randn = torch.randn
 
-    class Recorded(script.ActorCritic):
-        def __init__(self, envs):
-            super().__init__(envs)
-            made.append(self)
+    def recorded(*size):
+        drawn.append(randn(*size))
+        return drawn[-1].clone()
 
-    monkeypatch.setattr(script, "ActorCritic", Recorded)
-    return made
-
-
-@pytest.fixture
-def rollouts(monkeypatch, networks):
-    """A list that gets each rollout's advantages' inputs, and the network that collected it."""
-    seen = []
-    gae = script.gae
-
-    def recorded(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-        rollout = {"rewards": rewards, "values": values, "next_values": next_values}
-        seen.append(SimpleNamespace(**rollout, network=copy.deepcopy(networks[-1])))
-        return gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda)
-
-    monkeypatch.setattr(script, "gae", recorded)
-    return seen
+    monkeypatch.setattr(torch, "randn", recorded)
+    return drawn
 
 
 # --- Functions ---
@@ -116,7 +144,8 @@ def test_gaussians_are_those_of_torch_distributions():
 
 
 @pytest.mark.parametrize(
-    "name", ["gae", "clipped_surrogate", "clipped_value_loss", "rollout_length", "layer_init"]
+    "name",
+    "gae clipped_surrogate clipped_value_loss normalize rollout_length layer_init".split(),
 )
 def test_what_is_tested_for_atari_is_the_same_here(name):
     """Guards the tests in test_ppo.py and test_pqn.py: they are of this text, too."""
@@ -204,11 +233,43 @@ def test_running_moments_are_those_of_all_rows(sizes):
         np.testing.assert_allclose(moments.std(), std, rtol=1e-9)
 
 
+class Reused(ReusedArrays, ToyEnvs):
+    pass
+
+
+class OtherTypes(ToyEnvs):
+    """Flags are numbers, which would index where they should mask; the last observations differ."""
+
+    flags = np.uint8
+    last = np.float32
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, info = super().step(actions)
+        final_obs = info["final_obs"].astype(np.float32)
+        if self.last is object:  # as in Gymnasium's own vectors: None where nothing ended
+            final_obs = np.full(self.num_envs, None)
+            for i in np.flatnonzero(self.steps[-1].over):
+                final_obs[i] = info["final_obs"][i]
+        flags = terminated.astype(self.flags), truncated.astype(self.flags)
+        return obs, reward.astype(np.float32), *flags, {"final_obs": final_obs}
+
+
+class OtherTypesAgain(OtherTypes):
+    flags = np.int64
+    last = object
+
+
+KINDS = [ToyEnvs, Reused, OtherTypes, OtherTypesAgain]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_values_are_of_normalised_states_of_the_same_episode(train, rollouts, num_envs):
+def test_values_are_of_normalised_states_of_the_same_episode(train, num_envs, kind):
     """Guards final_obs: normalised by the same moments, a cut episode bootstraps from it."""
-    envs = ToyEnvs(num_envs)
-    train(envs)
+    envs = kind(num_envs, terminate=0.2, truncate=0.2)
+    recorder = Recorder()
+    train(envs, **recorder.parts)
+    rollouts = recorder.rollouts
     seen, following, rewards = normalized(envs, 0.99, Naive(), Naive())
     assert stacked(envs.steps, "truncated").any() and stacked(envs.steps, "terminated").any()
     assert abs(following).max() > 2
@@ -222,7 +283,7 @@ def test_values_are_of_normalised_states_of_the_same_episode(train, rollouts, nu
         np.testing.assert_allclose(rollout.rewards, rewards[part], rtol=1e-4, atol=1e-5)
 
 
-def test_outliers_are_clipped(train, monkeypatch):
+def test_outliers_are_clipped():
     """Guards the limits of ±10 for observations and rewards."""
     normalizer = script.Normalizer(ToyEnvs(1), 0.9)
     over = np.array([False])
@@ -240,7 +301,7 @@ def test_moments_survive_a_resume(train):
     saved = load(folder)
     assert type(saved["observations"]["count"]) is float
     assert type(saved["returns"]["mean"]) is float
-    train(envs[1], **{**saved["args"], "resume": str(folder), "total_timesteps": 168})
+    train(envs[1], **{**config(folder)["args"], "resume": str(folder), "total_timesteps": 168})
     moments, returns = Naive(), Naive()
     for part in envs:
         normalized(part, 0.99, moments, returns)
@@ -253,6 +314,45 @@ def test_moments_survive_a_resume(train):
         squares = np.array(state["squares"]) / state["count"]
         np.testing.assert_allclose(np.sqrt(squares + 1e-8), std, rtol=1e-7)
     assert column(folder / "metrics.csv", "global_step", int) == list(range(21, 169, 21))
+
+
+@pytest.fixture
+def not_continued(train, tmp_path, capsys):
+    """not_continued(**contents) replaces parts of a checkpoint, which --resume must then refuse."""
+
+    def run(**new):
+        folder = train(ToyEnvs(3))
+        checkpoint = load(folder)
+        for name, part in new.items():
+            checkpoint[name] = checkpoint[name] | part
+        torch.save(checkpoint, folder / "checkpoint.pt")
+        before = contents(tmp_path)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as error:
+            train(ToyEnvs(3), **{**config(folder)["args"], "resume": str(folder)})
+        assert error.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{script.SCRIPT}: --resume {folder}: no checkpoint")
+        assert contents(tmp_path) == before
+
+    return run
+
+
+@pytest.mark.parametrize("moments", ["observations", "returns"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"mean": [0.0, 1.0]},
+        {"mean": [[0.0, 1.0, 2.0]]},
+        {"squares": [1.0] * 4},
+        {"squares": "text"},
+        {"count": "text"},
+    ],
+    ids=str,
+)
+def test_moments_of_another_shape_are_refused(not_continued, moments, part):
+    """Guards learning from observations that NumPy would scale by broadcasting."""
+    not_continued(**{moments: part})
 
 
 # --- Whole iterations ---
@@ -291,12 +391,18 @@ def second_computation(args, network, rollout, obs, actions, terminated, truncat
         network.optimizer.step()
 
 
+@pytest.mark.parametrize("limit", [100, 0.5])
 @pytest.mark.parametrize("anneal_lr", [True, False])
-def test_iterations_computed_twice(train, rollouts, anneal_lr):
-    """Guards all between the environment and the weights: ends, losses, Adam, schedule."""
-    envs = ToyEnvs(3, limit=100)  # no action is clipped
-    folder = train(envs, anneal_lr=anneal_lr, ent_coef=0.03)
-    args = script.Args(**load(folder)["args"])
+def test_iterations_computed_twice(train, noises, anneal_lr, limit):
+    """Guards all between the environment and the weights: ends, losses, Adam, schedule.
+
+    Actions are played within their space's limits, and learned as they were drawn.
+    """
+    envs = ToyEnvs(3, limit=limit)
+    recorder = Recorder()
+    folder = train(envs, **recorder.parts, anneal_lr=anneal_lr, ent_coef=0.03)
+    rollouts = recorder.rollouts
+    args = script.Args(**config(folder)["args"])
     network = copy.deepcopy(rollouts[0].network).double()
     network.optimizer = torch.optim.Adam(network.parameters(), eps=1e-5)
     obs, _, _ = normalized(envs, args.gamma, Naive(), Naive())
@@ -304,8 +410,14 @@ def test_iterations_computed_twice(train, rollouts, anneal_lr):
         part = slice(count * 7, (count + 1) * 7)
         rate = 0.01 * (1 - count / 4) if anneal_lr else 0.01
         network.optimizer.param_groups[0]["lr"] = rate
-        inputs = torch.tensor(obs[part].astype(np.float32)).double().flatten(0, 1)
-        actions = torch.tensor(stacked(envs.steps[part], "action")).double().flatten(0, 1)
+        inputs = torch.tensor(obs[part].astype(np.float32))
+        with torch.no_grad():
+            means, std = rollout.network.actor(inputs), rollout.network.log_std.exp()
+        actions = means + std * noises[count]
+        assert (actions.abs().max() > limit) == (limit == 0.5)
+        played = torch.tensor(stacked(envs.steps[part], "action"))
+        torch.testing.assert_close(played, actions.clamp(-limit, limit), rtol=1e-4, atol=1e-5)
+        inputs, actions = inputs.double().flatten(0, 1), actions.double().flatten(0, 1)
         ends = [stacked(envs.steps[part], name) for name in ("terminated", "truncated")]
         second_computation(args, network, rollout, inputs, actions, *ends)
         assert rows(folder / "metrics.csv")[count]["charts/learning_rate"] == str(rate)
@@ -316,25 +428,16 @@ def test_iterations_computed_twice(train, rollouts, anneal_lr):
         assert (weight - first[name]).abs().max() > 0.01
 
 
-def test_drawn_actions_are_learned_and_clipped_ones_played(train, networks, rollouts, monkeypatch):
-    """Guards the action space's limits, and the draw: means + std · standard normal."""
-    learned = []
-    log_prob = script.gaussian_log_prob
-
-    def recorded(means, log_std, actions):
-        if actions.ndim == 3:  # a whole rollout
-            learned.append((actions - means) / log_std.exp())
-            learned.append(actions)
-        return log_prob(means, log_std, actions)
-
-    monkeypatch.setattr(script, "gaussian_log_prob", recorded)
-    envs = ToyEnvs(3)
-    train(envs, num_steps=1500, total_timesteps=1500)
-    noise, actions = learned
-    assert noise.mean().abs() < 0.1 and (noise.std() - 1).abs() < 0.1
-    assert actions.abs().max() > 1
-    played = stacked(envs.steps, "action")
-    np.testing.assert_array_equal(played, np.clip(actions.numpy(), -0.5, 0.5))
+def test_actions_are_drawn_from_the_policy(train):
+    """Guards the draw: means + std · standard normal, where no limit clips it."""
+    envs, recorder = ToyEnvs(3, limit=100), Recorder()
+    train(envs, **recorder.parts, num_steps=1500, total_timesteps=1500)
+    (rollout,) = recorder.rollouts
+    obs, _, _ = normalized(envs, 0.99, Naive(), Naive())
+    with torch.no_grad():
+        means, std = rollout.network.actor(torch.tensor(obs).float()), rollout.network.log_std.exp()
+    drawn = (torch.tensor(stacked(envs.steps, "action")) - means) / std
+    assert drawn.mean().abs() < 0.1 and (drawn.std() - 1).abs() < 0.1 and drawn.abs().max() > 2
 
 
 def test_measuring_changes_nothing_that_is_learned(train):
@@ -346,13 +449,13 @@ def test_measuring_changes_nothing_that_is_learned(train):
     assert same_weights(load(often)["network"], load(never)["network"])
 
 
-def test_kl_is_of_one_iterations_updates(train, networks, rollouts):
+def test_kl_is_of_one_iterations_updates(train):
     """Guards θ_old, B_ref and the order of the two: K = 2 measures in the second iteration."""
-    envs = ToyEnvs(3)
-    folder = train(envs, total_timesteps=42)
+    envs, recorder = ToyEnvs(3), Recorder()
+    folder = train(envs, **recorder.parts, total_timesteps=42)
     obs, _, _ = normalized(envs, 0.99, Naive(), Naive())
     states = torch.tensor(obs[7:]).float()
-    new, old = networks[0], rollouts[1].network
+    new, old = recorder.network, recorder.rollouts[1].network
     policies = [distribution(network.actor(states), network.log_std) for network in (new, old)]
     first, second = rows(folder / "metrics.csv")
     assert first["abs/kl_divergence"] == ""
@@ -361,33 +464,99 @@ def test_kl_is_of_one_iterations_updates(train, networks, rollouts):
     assert abs(kl_divergence(*policies[::-1]).mean().item() / expected - 1) > 0.01
 
 
+class WithDropout(script.ActorCritic):
+    """Notes for each call of the actor whether it is for learning, and its mode."""
+
+    def __init__(self, envs):
+        super().__init__(envs)
+        self.actor.insert(2, nn.Dropout(0.5))
+        self.calls = calls = []
+
+        def note(actor, inputs, outputs):
+            calls.append((torch.is_grad_enabled(), actor.training))
+
+        self.actor.register_forward_hook(note)
+
+
+def test_networks_act_and_are_measured_in_eval_mode(train):
+    """Guards KL and acting from dropout, which takes part in learning."""
+    made = []
+
+    def network(envs):
+        made.append(WithDropout(envs))
+        return made[0]
+
+    folder = train(ToyEnvs(3), network, learning_rate=1e-9, adapt_frequency=1)
+    kls = column(folder / "metrics.csv", "abs/kl_divergence")
+    assert len(kls) == 4 and np.abs(kls).max() < 1e-7
+    calls = made[0].calls[1:]  # the first is for the shapes
+    assert all(is_learning == training for is_learning, training in calls)
+    updates = column(folder / "metrics.csv", "charts/updates", int)[-1]
+    assert sum(training for _, training in calls) == updates > 0
+
+
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_rollouts_and_epochs_follow_the_authors_rule(train, monkeypatch, num_envs):
+def test_rollouts_and_epochs_follow_the_authors_rule(train, num_envs):
     """Guards K, the burn-in, the mean of the last ones, Eq. 4, epochs, and L / E steps."""
     rng = np.random.default_rng(0)
-    kls = np.exp(rng.uniform(np.log(0.003), np.log(0.3), size=14)).tolist()
-    measured = iter(kls)
-    monkeypatch.setattr(script, "policy_divergence", lambda *args: next(measured))
-    length, history = 20.0, []
+    kls = np.exp(rng.uniform(np.log(0.003), np.log(0.3), size=11)).tolist()
+    chosen = iter(kls)
+    given = []
+
+    def rule(divergence, adaptive_length, **limits):
+        given.append(divergence)
+        return script.rollout_length(next(chosen), adaptive_length, **limits)
+
+    length = 20.0
     lengths, epochs = [], []
-    for iteration in range(1, 2 * len(kls) + 1):
+    for iteration in range(1, 29):
         steps = round(length / num_envs)
         lengths.append(steps * num_envs)
         epochs.append(max(2, 2 * lengths[-1] // 12))
-        if iteration % 2 == 0:
-            history.append(kls[iteration // 2 - 1])
-        if iteration % 2 == 0 and len(history) >= 4:  # before, the author takes δ_max: L_min
-            kl = np.clip(np.mean(history[-6:]), 0.01, 0.1)
+        if iteration % 2 == 0 and iteration >= 8:  # before, the author takes δ_max: L_min
+            kl = np.clip(kls[iteration // 2 - 4], 0.01, 0.1)
             target = 100 - (np.log(kl) - np.log(0.01)) / np.log(10) * (100 - 20)
             length = 0.7 * length + 0.3 * target
     arguments = {"rollout_min": 20, "rollout_max": 100, "beta": 0.3, "divergence_window": 6}
     arguments |= {"burn_in": 4, "update_epochs": 2, "base_steps": 12, "num_steps": 25}
-    arguments |= {"total_timesteps": sum(lengths)}
-    folder = train(ToyEnvs(num_envs), adapt_rollout=True, **arguments)
+    arguments |= {"total_timesteps": sum(lengths), "adapt_rollout": True}
+    folder = train(ToyEnvs(num_envs), rollout_length=rule, **arguments)
     assert column(folder / "metrics.csv", "abs/rollout_length", int) == lengths
+    assert column(folder / "metrics.csv", "abs/batch_size", int) == lengths
     assert len(set(epochs)) > 2
     assert lengths[:8] == [num_envs * round(20 / num_envs)] * 8 and max(lengths) > 40
     assert column(folder / "metrics.csv", "charts/updates", int) == np.cumsum(epochs).tolist()
+    measured = column(folder / "metrics.csv", "abs/kl_divergence")
+    assert len(measured) == 14 and len(set(measured)) == 14
+    assert given == pytest.approx([np.mean(measured[max(i - 6, 0) : i]) for i in range(4, 15)])
+
+
+def test_measurements_and_length_survive_a_resume(train):
+    """Guards ABS across a stop: the mean spans both parts, and L goes on from where it was."""
+    given = []
+
+    def rule(divergence, adaptive_length, **limits):
+        given.append((divergence, adaptive_length))
+        return adaptive_length + 3.3
+
+    arguments = {"adapt_rollout": True, "adapt_frequency": 1, "burn_in": 2, "num_steps": 21}
+    folder = train(ToyEnvs(3), rollout_length=rule, **arguments)
+    again = {**config(folder)["args"], "resume": str(folder), "total_timesteps": 200}
+    train(ToyEnvs(3), rollout_length=rule, **again)
+    measured = column(folder / "metrics.csv", "abs/kl_divergence")
+    means = [np.mean(measured[:i]) for i in range(2, len(measured) + 1)]
+    assert [divergence for divergence, _ in given] == pytest.approx(means)
+    before = [21 + 3.3 * i for i in range(len(given))]
+    assert [length for _, length in given] == pytest.approx(before) and len(given) > 5
+    lengths = column(folder / "metrics.csv", "abs/rollout_length", int)
+    assert lengths[2:] == [3 * round(length / 3) for length in before[1:]]
+
+
+def test_fixed_rollouts_stay(train):
+    """Guards plain PPO: with --no-adapt-rollout, what is measured changes no rollout."""
+    folder = train(ToyEnvs(3), adapt_frequency=1, burn_in=0, beta=1.0)
+    assert len(column(folder / "metrics.csv", "abs/kl_divergence")) == 4
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [21] * 4
 
 
 def test_defaults_are_the_authors():
@@ -399,21 +568,23 @@ def test_defaults_are_the_authors():
     assert (args.scale_epochs, args.base_steps, args.update_epochs) == (True, 2048, 10)
 
 
-# --- Real environments, and bad input ---
+# --- Environments, and bad input ---
 
 
 def test_pendulum_and_its_resume(train):
     """Guards Gymnasium's own vector: object arrays in final_obs, whole real episodes as scores."""
     arguments = {"env_id": "Pendulum-v1", "rollout_min": 450, "num_minibatches": 4}
     folder = train(None, num_envs=2, total_timesteps=900, **arguments)
-    args = load(folder)["args"]
-    train(None, **{**args, "resume": str(folder), "total_timesteps": 1800})
+    assert len(load(folder)["scores"]) == 4  # 450 steps in each environment, 200 an episode
+    train(None, **{**config(folder)["args"], "resume": str(folder), "total_timesteps": 1800})
     table = rows(folder / "metrics.csv")
     assert [row["global_step"] for row in table] == ["450", "900", "1350", "1800"]
     assert [row["abs/rollout_length"] for row in table] == ["450"] * 4
-    episodes = rows(folder / "episodes.csv")
-    assert [row["episodic_length"] for row in episodes] == ["200"] * 8
-    assert all(-2000 < float(row["episodic_return"]) < 0 for row in episodes)
+    scores = load(folder)["scores"]
+    assert len(scores) == 8 and all(-2000 < score < 0 for score in scores)
+    returns = [float(row["charts/episodic_return"]) for row in table]
+    ended = [2, 4, 6, 8]  # 225 steps, 450, and the same again after the resume
+    assert returns == pytest.approx([np.mean(scores[:count]) for count in ended])
 
 
 def test_half_cheetah(train):
@@ -421,25 +592,104 @@ def test_half_cheetah(train):
     pytest.importorskip("mujoco")
     folder = train(None, total_timesteps=2048, update_epochs=1)
     assert column(folder / "metrics.csv", "abs/rollout_length", int) == [1024, 1024]
-    episodes = rows(folder / "episodes.csv")
-    assert [row["episodic_length"] for row in episodes] == ["1000", "1000"]
+    scores = load(folder)["scores"]  # of the two episodes of 1,000 steps
+    returns = column(folder / "metrics.csv", "charts/episodic_return")
+    assert len(scores) == 2 and returns == pytest.approx([scores[0], np.mean(scores)])
     assert load(folder)["network"]["actor.0.weight"].shape == (64, 17)
+
+
+class Drawing(ToyEnvs):
+    """Its observations come from a generator that reset(seed=...) does not seed."""
+
+    def frames(self):
+        return np.full((self.num_envs, 3), self.draw(), float)
+
+
+DRAWS = [
+    lambda envs: random.random(),
+    lambda envs: np.random.random(),
+    lambda envs: envs.single_observation_space.sample()[0],
+    lambda envs: envs.observation_space.sample()[0, 0],
+    lambda envs: envs.single_action_space.sample()[0],
+    lambda envs: envs.action_space.sample()[0, 0],
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_environments_that_draw_elsewhere_are_seeded(train, draw):
+    """Guards reproducibility where an environment uses Python's, NumPy's or a space's generator."""
+    kind = type("Drawn", (Drawing,), {"draw": draw})
+    first, again, other = kind(2), kind(2), kind(2)
+    for envs, seed in ((first, 1), (again, 1), (other, 2)):
+        train(envs, seed=seed)
+    assert np.array_equal(stacked(first.steps, "obs"), stacked(again.steps, "obs"))
+    assert not np.array_equal(stacked(first.steps, "obs"), stacked(other.steps, "obs"))
+
+
+class NotFinite(ToyEnvs):
+    """In the third rollout, an observation is not finite; with last, only an episode's last one."""
+
+    last = False
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, info = super().step(actions)
+        if len(self.steps) > 14 and (self.steps[-1].over[1] or not self.last):
+            spoiled = info["final_obs"] if self.last else obs
+            spoiled[1, 2] = np.inf if self.last else np.nan
+        return obs, reward, terminated, truncated, info
+
+
+class LastNotFinite(NotFinite):
+    last = True
+
+
+class Spoiled(script.ActorCritic):
+    """In the third iteration, the gradient of the value is NaN."""
+
+    updates = 0
+
+    def forward(self, obs):
+        means, values = super().forward(obs)
+        self.updates += self.training
+        return means, values * (math.nan if self.updates > 6 and self.training else 1)
+
+
+@pytest.mark.parametrize(
+    "envs, network",
+    [
+        (NotFinite, script.ActorCritic),
+        (LastNotFinite, script.ActorCritic),
+        (ToyEnvs, Spoiled),
+    ],
+)
+def test_what_is_not_finite_ends_the_run(train, tmp_path, capsys, envs, network):
+    """Guards the user and the last checkpoint: one line, and status 1."""
+    with pytest.raises(SystemExit) as error:
+        train(envs(3, truncate=0.5), network, checkpoint_every=1e-9)
+    assert error.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{script.SCRIPT}: "))
+    assert "finite" in line
+    saved = load(tmp_path / "run0")
+    assert saved["global_step"] == 42
+    assert all(weights.isfinite().all() for weights in saved["network"].values())
+    assert np.isfinite(saved["observations"]["mean"]).all()
 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """refused(*arguments) expects status 2 and one line, which it returns, and no run."""
+    """refused(*arguments, **parts) expects status 2 and one line, which it returns, and no run."""
 
-    def run(*arguments):
+    def run(*arguments, **parts):
         command = ["ppo_abs_continuous.py", "--runs-dir", str(tmp_path), *arguments]
         command += ["--total-timesteps", "1"]  # where it is not refused, it is soon over
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as error:
-            script.launch()
+            script.launch(**parts)
         assert error.value.code == 2
         assert list(tmp_path.iterdir()) == []
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("ppo_abs_continuous.py: ")
+        assert line.startswith(f"{script.SCRIPT}: ")
         return line
 
     return run
@@ -462,14 +712,89 @@ def test_without_mujoco(refused, monkeypatch):
         (["--env-id", "no_such_module:Nonsense-v9"], "no_such_module"),
         (["--num-minibatches", "513"], "--num-minibatches 513"),
         (["--num-envs", "1025"], "--num-envs 1025"),
+        (["--num-envs", "0"], "--num-envs 0"),
         (["--delta-min", "0.1"], "--delta-min 0.1"),
         (["--rollout-max", "1023"], "--rollout-max 1023"),
+        (["--no-adapt-rollout", "--rollout-max", "1023"], "--rollout-max 1023"),
         (["--clip-coef", "nan"], "--clip-coef nan"),
+        (["--clip-coef", "1.5"], "--clip-coef 1.5"),
+        (["--ent-coef", "-1"], "--ent-coef -1"),
+        (["--divergence-window", "0"], "--divergence-window 0"),
+        (["--burn-in", "-1"], "--burn-in -1"),
         (["--resume", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_input(refused, arguments, word):
     assert word in refused(*arguments)
+
+
+REAL = Box(-1, 1, (2,), np.float32)
+SPACES = {
+    "integers": (Box(-3, 3, (2,), np.int64), REAL),
+    "bounded above only": (Box(np.array([-1, -np.inf]), 1, (2,), np.float32), REAL),
+    "bounded below only": (Box(0, np.inf, (2,), np.float32), REAL),
+    "a matrix of actions": (Box(-1, 1, (2, 2), np.float32), REAL),
+    "discrete actions": (Discrete(3), REAL),
+    "an image": (REAL, Box(0, 255, (4, 4), np.uint8)),
+    "discrete observations": (REAL, Discrete(3)),
+    "bits": (REAL, MultiBinary(3)),
+}
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_spaces_that_it_cannot_learn_in(refused, kind):
+    """Guards the user: a line that says what is needed, before the first step."""
+    envs = ToyEnvs(3).use(*SPACES[kind])
+    line = refused("--num-envs", "3", make_envs=lambda args: envs)
+    assert "needs" in line and envs.steps == []
+
+
+@pytest.mark.parametrize(
+    "space, bounds",
+    [
+        (Box(10, 20, (2,), np.float32), "from 10 to 20"),
+        (Box(-1000, 1000, (2,), np.float32), "from -1000 to 1000"),
+        (Box(np.array([-1, -40]), np.array([1, -30]), dtype=np.float64), "from -40 to 1"),
+        (Box(-2, 2, (2,), np.float32), None),
+        (Box(0, 1, (2,), np.float64), None),
+        (Box(-np.inf, np.inf, (2,), np.float32), None),
+    ],
+    ids=str,
+)
+def test_badly_scaled_actions_get_a_warning(train, capsys, space, bounds):
+    """Guards the user of a space that the first policy misses: one line, and training goes on."""
+    envs = ToyEnvs(3).use(space)
+    folder = train(envs)
+    lines = capsys.readouterr().err.splitlines()
+    warnings = [line for line in lines if "RescaleAction" in line]
+    assert len(warnings) == (bounds is not None)
+    if bounds:
+        assert bounds in warnings[0] and warnings[0].startswith(f"{script.SCRIPT}: ")
+        assert "gymnasium.wrappers.RescaleAction" in warnings[0]
+    assert column(folder / "metrics.csv", "global_step", int)[-1] == 84
+    played = stacked(envs.steps, "action")
+    assert ((space.low <= played) & (played <= space.high)).all()
+
+
+class OneOutput(script.ActorCritic):
+    def forward(self, obs):
+        return super().forward(obs)[0]
+
+
+class ColumnOfValues(script.ActorCritic):
+    def forward(self, obs):
+        means, values = super().forward(obs)
+        return means, values[:, None]  # would be broadcast to (N, N)
+
+
+@pytest.mark.parametrize("network", [OneOutput, ColumnOfValues])
+def test_networks_that_break_the_promise(refused, network):
+    """Guards users' networks: an error at the start, not a silent wrong loss."""
+    line = refused("--num-envs", "3", make_envs=lambda args: ToyEnvs(3), ActorCritic=network)
+    assert "means and values of shapes [(3, 2), (3,)]" in line
+
+
+# --- Learning ---
 
 
 class Target(ToyEnvs):

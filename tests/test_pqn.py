@@ -1,8 +1,10 @@
 """The algorithm of pqn_abs.py, against the same computed a second time in another way."""
 
 import copy
+import functools
 import itertools
 import math
+import random
 from types import SimpleNamespace
 
 import gymnasium
@@ -11,7 +13,21 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import FakeEnvs, SmallNetwork, column, load, rows, same_weights, stacked
+from gymnasium.spaces import Discrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers import (
+    FakeEnvs,
+    ReusedArrays,
+    SmallNetwork,
+    column,
+    config,
+    expected_episodes,
+    load,
+    rows,
+    same_weights,
+    stacked,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pqn_abs
 from pqn_abs import behavioral_divergence, lambda_returns, rollout_length
@@ -65,6 +81,13 @@ def test_divergence_is_the_share_of_changed_actions(changed):
     assert divergence == pytest.approx(changed / 100)
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 1), (8, 3, 2), ()])
+def test_divergence_refuses_what_are_no_scores(shape):
+    """Guards those who paste the function: one score for each action, and at least two actions."""
+    with pytest.raises(ValueError, match=r"\(M, A\)"):
+        behavioral_divergence(lambda states: torch.zeros(shape), lambda states: None, None)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("low, high", [(0.05, 0.95), (0.001, 0.3)])
 def test_rollout_length_is_equation_4(beta, low, high):
@@ -109,9 +132,9 @@ def test_rollout_length_refuses_swapped_bounds(swapped):
 def network():
     torch.manual_seed(1)
     envs = FakeEnvs(1)
-    envs.single_action_space = gymnasium.spaces.Discrete(3)
+    envs.single_action_space = Discrete(3)
     network = pqn_abs.QNetwork(envs)
-    nn.init.normal_(network.conv1.bias)  # with 0, LayerNorm would hide the scale of the pixels
+    nn.init.normal_(network.body[0].bias)  # with 0, LayerNorm would hide the scale of the pixels
     return network
 
 
@@ -228,11 +251,38 @@ def watch(train, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(torch, "randperm", randperm)
             seen.folder = train(envs, make_network, total_timesteps=1, **arguments)
-        seen.args = pqn_abs.Args(**load(seen.folder)["args"])
+        seen.args = pqn_abs.Args(**config(seen.folder)["args"])
         seen.orders = seen.orders[: seen.args.update_epochs]
         return seen
 
     return run
+
+
+class NumberFlags(FakeEnvs):
+    """Its flags are numbers, which would index where they should mask."""
+
+    def __init__(self, kind, *args, **options):
+        super().__init__(*args, **options)
+        self.kind = kind
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, info = super().step(actions)
+        return obs, reward, terminated.astype(self.kind), truncated.astype(self.kind), info
+
+
+class FlippedEnvs(FakeEnvs):
+    """Its observations are views that run backwards through memory, as of a mirrored image."""
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return self.flipped(obs), info
+
+    def step(self, actions):
+        obs, *rest, info = super().step(actions)
+        return self.flipped(obs), *rest, info | {"final_obs": self.flipped(info["final_obs"])}
+
+    def flipped(self, obs):
+        return np.flip(np.flip(obs, 1).copy(), 1)
 
 
 class SummedNetwork(SmallNetwork):
@@ -261,13 +311,18 @@ CHUNKED = {"num_steps": 16, "num_minibatches": 2, "learning_rate": 0.01}  # 2 x 
         (FakeEnvs(3, lives=3, terminate=0.4), SmallNetwork, ONE | {"episodic_life": True}),
         (FakeEnvs(160), SmallNetwork, CHUNKED),
         (FakeEnvs(160), SummedNetwork, CHUNKED),
+        (ReusedArrays(3, lives=3, terminate=0.4), SmallNetwork, ONE | {"episodic_life": True}),
+        (NumberFlags(np.uint8, 3, lives=3, terminate=0.4), SmallNetwork, ONE),
+        (NumberFlags(np.int64, 3, truncate=0.5), SmallNetwork, ONE),
+        (FlippedEnvs(3, truncate=0.5), SmallNetwork, ONE),
     ],
-    ids=["even", "uneven", "truncated", "clipped", "lives", "chunks", "summed-parameters"],
+    ids="""even uneven truncated clipped lives chunks summed-parameters
+        reused-arrays uint8-flags int64-flags flipped-views""".split(),
 )
 def test_iteration_computed_twice(watch, envs, network, arguments):
     """Guards the whole of an iteration: what is stored, targets, epochs, chunks, clipping, RAdam.
 
-    A mini-batch of 1280 is learned in chunks, and its gradient is the whole mini-batch's.
+    A mini-batch of 1280 is learned in chunks, and its gradient and loss are the whole mini-batch's.
     """
     seen = watch(envs, network, adapt_frequency=1, reference_states=10**6, **arguments)
     before = copy.deepcopy(seen.network)
@@ -282,8 +337,7 @@ def test_iteration_computed_twice(watch, envs, network, arguments):
         assert (learned[name] - before.state_dict()[name]).abs().max() > 1e-4
     (row,) = rows(seen.folder / "metrics.csv")
     assert float(row["losses/grad_norm"]) == pytest.approx(grad_norm, rel=1e-4)
-    if batch < 1000:
-        assert float(row["losses/td_loss"]) == pytest.approx(td_loss, rel=1e-4)
+    assert float(row["losses/td_loss"]) == pytest.approx(td_loss, rel=1e-4)
     states = torch.from_numpy(stacked(envs.steps, "obs")).flatten(0, 1)
     changed = (before(states).argmax(1) != seen.network(states).argmax(1)).double().mean().item()
     assert float(row["abs/behavioral_divergence"]) == pytest.approx(changed, abs=1e-6)
@@ -316,11 +370,11 @@ def test_a_parameter_may_have_no_gradient(train):
 def targets_of(train, monkeypatch):
     """Train, and return the arguments of each call of lambda_returns, each with its network."""
 
-    def run(envs, **arguments):
+    def run(envs, network=SmallNetwork, **arguments):
         calls, networks = [], []
 
         def make_network(envs):
-            networks.append(SmallNetwork(envs))
+            networks.append(network(envs))
             return networks[0]
 
         def spy(*given):
@@ -343,15 +397,152 @@ def test_learning_sees_the_sign_of_rewards(targets_of):
     assert set(call[1].unique().tolist()) == {-1, 0, 1}
 
 
-def test_a_cut_episode_bootstraps_from_its_own_last_observation(targets_of):
+class TypedEnvs(FakeEnvs):
+    """Observations of one type, and the last ones of another or as an array of objects."""
+
+    def __init__(self, kind, last_kind, *args, **options):
+        super().__init__(*args, **options)
+        self.kind = kind
+        self.last_kind = last_kind
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return obs.astype(self.kind), info
+
+    def step(self, actions):
+        obs, *rest, info = super().step(actions)
+        last = info["final_obs"].astype(self.last_kind)
+        if self.last_kind is object:  # as in Gymnasium's own vectors: None where nothing ended
+            last = np.full(self.num_envs, None)
+            for i in np.flatnonzero(self.steps[-1].truncated):
+                last[i] = info["final_obs"][i].astype(np.float32)
+        return obs.astype(self.kind), *rest, info | {"final_obs": last}
+
+
+class DoubleNetwork(SmallNetwork):
+    """Takes float64 as it comes, and nothing else."""
+
+    def __init__(self, envs):
+        super().__init__(envs)
+        self.double()
+
+    def forward(self, frames):
+        return self.head(torch.tanh(self.hidden(frames.flatten(1) / 255)))
+
+
+class LookupNetwork(nn.Module):
+    """Takes int64 as it comes, and nothing else."""
+
+    def __init__(self, envs):
+        super().__init__()
+        self.table = nn.Embedding(256, 4)
+
+    def forward(self, frames):
+        assert frames.dtype == torch.int64
+        return self.table(frames).sum(1)
+
+
+@pytest.mark.parametrize(
+    "kind, last_kind, network",
+    [
+        (np.uint8, np.uint8, SmallNetwork),
+        (np.float64, np.float32, DoubleNetwork),
+        (np.float64, object, DoubleNetwork),
+        (np.int64, np.int32, LookupNetwork),
+        (np.int64, object, LookupNetwork),
+    ],
+)
+def test_a_cut_episode_bootstraps_from_its_own_last_observation(
+    targets_of, kind, last_kind, network
+):
     """Guards time limits: the next episode's first observation says nothing about the state."""
-    envs = FakeEnvs(8, terminate=0.0, truncate=0.3)
-    network, _, next_values, terminated, truncated = targets_of(envs, total_timesteps=1)[0]
+    envs = TypedEnvs(kind, last_kind, 8, terminate=0.0, truncate=0.3)
+    calls = targets_of(envs, network, total_timesteps=1)
+    learned, _, next_values, terminated, truncated = calls[0]
     assert not terminated.any() and truncated.sum() > 30
-    frames = torch.from_numpy(stacked(envs.steps, "true_next"))
+    frames = torch.from_numpy(stacked(envs.steps, "true_next").astype(kind))
     with torch.no_grad():
-        expected = network(frames.flatten(0, 1)).amax(1).view(32, 8)
-    torch.testing.assert_close(next_values, expected)
+        expected = learned(frames.flatten(0, 1)).amax(1).view(32, 8)
+    torch.testing.assert_close(next_values, expected.float())
+
+
+# --- Networks that behave in another way while they learn ---
+
+
+class Layered(SmallNetwork):
+    """A layer between body and head; notes for each call its mode and whether it is for learning.
+
+    A layer with dropout gives one state two greedy actions; a batch norm that takes its statistics
+    from the batch at hand gives one state as many as there are batches.
+    """
+
+    def __init__(self, envs, layer):
+        super().__init__(envs)
+        self.layer = layer
+        self.calls = []
+
+    def forward(self, frames):
+        self.calls.append((torch.is_grad_enabled(), self.training))
+        x = frames.flatten(1) / 255
+        return self.head(self.layer(torch.tanh(self.hidden(x))))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5), nn.BatchNorm1d(16, momentum=1e-9)], ids=["dropout", "batch-norm"]
+)
+def test_networks_act_and_are_measured_in_eval_mode(train, layer):
+    """Guards BD, acting and targets from dropout and batches; learning has them."""
+    made = []
+
+    def make_network(envs):
+        made.append(Layered(envs, copy.deepcopy(layer)))
+        return made[0]
+
+    envs = FakeEnvs(8)
+    arguments = {"start_e": 0.0, "end_e": 0.0, "learning_rate": 1e-9, "adapt_frequency": 1}
+    folder = train(envs, make_network, total_timesteps=2000, **arguments)
+    divergences = column(folder / "metrics.csv", "abs/behavioral_divergence")
+    assert len(divergences) > 5 and set(divergences) == {0.0}
+    (network,) = made
+    is_learning = [learning for learning, _ in network.calls[1:]]  # the first is for the shape
+    assert is_learning == [training for _, training in network.calls[1:]]
+    assert sum(is_learning) == column(folder / "metrics.csv", "charts/updates", int)[-1]
+    with torch.no_grad():
+        obs = torch.from_numpy(stacked(envs.steps, "obs")).flatten(0, 1)
+        greedy = network.eval()(obs).argmax(1)
+    assert greedy.tolist() == stacked(envs.steps, "action").flatten().tolist()
+
+
+# --- The learning rate ---
+
+
+@pytest.fixture
+def rates():
+    """A list that gets the learning rate of each gradient step."""
+    seen = []
+
+    def note(optimizer, *given):
+        seen.append(optimizer.param_groups[0]["lr"])
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield seen
+    handle.remove()
+
+
+@pytest.mark.parametrize("anneal_lr", [True, False])
+def test_the_learning_rate_falls_with_the_steps_or_stays(train, rates, anneal_lr):
+    """Guards --anneal-lr: a line to 0 at total_timesteps, and never below in the last rollout.
+
+    L changes here, so that the share of steps is not the share of iterations.
+    """
+    arguments = {"total_timesteps": 1000, "adapt_frequency": 1, "beta": 1.0}
+    folder = train(FakeEnvs(4), learning_rate=0.02, anneal_lr=anneal_lr, **arguments)
+    steps = column(folder / "metrics.csv", "global_step", int)
+    assert steps[-1] > 1000 and len(set(np.diff(steps))) > 1
+    begins = np.array([0, *steps[:-1]])
+    expected = 0.02 * (1 - begins / 1000) if anneal_lr else np.full(len(steps), 0.02)
+    assert rates == pytest.approx(np.repeat(expected, 8))  # two epochs of four mini-batches
+    assert min(rates) > 0
 
 
 # --- Acting ---
@@ -377,6 +568,22 @@ def test_actions_are_greedy_but_for_the_share_epsilon(watch, epsilon):
     assert differing == pytest.approx(0.75 * epsilon, abs=0.05 if epsilon else 0)
 
 
+@pytest.mark.parametrize("first", [-1, 0, 5])
+def test_actions_count_from_where_their_space_starts(watch, first):
+    """Guards Discrete(4, start=-1): the environment gets -1 to 2, the network learns 0 to 3."""
+    envs = FakeEnvs(3)
+    envs.single_action_space = Discrete(4, start=first)
+    seen = watch(envs, start_e=0.5, **ONE)
+    actions = stacked(envs.steps, "action")
+    assert set(actions.flatten().tolist()) == set(range(first, first + 4))
+    for step in envs.steps:
+        step.action = step.action - first
+    second_computation(seen.network, envs.steps, seen.orders, seen.args)
+    learned = load(seen.folder)["network"]
+    for name, expected in seen.network.state_dict().items():
+        torch.testing.assert_close(learned[name].double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_each_iteration_explores_anew(train):
     """Guards the seed of an iteration: two iterations do not draw the same random actions."""
     envs = FakeEnvs(4)
@@ -385,39 +592,52 @@ def test_each_iteration_explores_anew(train):
     assert not np.array_equal(actions[:32], actions[32:])
 
 
-def expected_episodes(steps):
-    """(global_step, score, steps) of each whole game in what FakeEnvs recorded."""
-    num_envs = len(steps[0].reward)
-    score, length = np.zeros((2, num_envs))
-    episodes = []
-    for t, step in enumerate(steps, 1):
-        score += step.reward
-        length += 1
-        for i in np.flatnonzero(step.over):
-            episodes.append((num_envs * t, score[i], length[i]))
-            score[i] = length[i] = 0
-    return episodes
-
-
 @pytest.mark.parametrize("lives", [0, 4])
-def test_scores_are_those_of_whole_games(train, lives):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FakeEnvs,
+        ReusedArrays,
+        functools.partial(NumberFlags, np.uint8),
+        functools.partial(NumberFlags, np.int64),
+    ],
+    ids=["plain", "reused-arrays", "uint8-flags", "int64-flags"],
+)
+def test_scores_are_those_of_whole_games(train, lives, kind):
     """Guards the scores: unclipped, and of the whole game where lost lives end the learner's."""
-    envs = FakeEnvs(8, terminate=0.2, truncate=0.02, lives=lives)
+    envs = kind(8, terminate=0.2, truncate=0.02, lives=lives)
     folder = train(envs, total_timesteps=4000, episodic_life=lives > 0)
     if lives:
         assert stacked(envs.steps, "lost_life").sum() > 100
     expected = expected_episodes(envs.steps)
     assert len(expected) > 100
-    written = [tuple(map(float, row.values())) for row in rows(folder / "episodes.csv")]
-    assert written == expected
-    last_mean = float(rows(folder / "metrics.csv")[-1]["charts/episodic_return"])
-    assert last_mean == pytest.approx(np.mean([score for _, score, _ in expected[-100:]]))
+    for row in rows(folder / "metrics.csv"):
+        until_now = [score for step, score in expected if step <= int(row["global_step"])]
+        mean = np.mean(until_now[-100:])
+        assert float(row["charts/episodic_return"]) == pytest.approx(mean)
+    assert load(folder)["scores"] == [score for _, score in expected[-100:]]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.int8, bool])
+def test_scores_do_not_depend_on_the_type_of_rewards(train, kind):
+    """Guards sums: float16 rounds them, int8 ends at 127, bool at 1."""
+
+    class Typed(FakeEnvs):
+        def step(self, actions):
+            obs, _, *rest = super().step(actions)
+            reward = np.full(self.num_envs, 100.1).astype(kind)
+            self.steps[-1].reward = reward.astype(float)
+            return obs, reward, *rest
+
+    envs = Typed(4)
+    folder = train(envs, total_timesteps=1)
+    assert load(folder)["scores"] == [score for _, score in expected_episodes(envs.steps)]
 
 
 @pytest.mark.parametrize("episodic_life", [True, False])
 def test_fire_follows_a_lost_life(train, episodic_life):
     """Guards games that wait for FIRE, from one rollout to the next too; off, nothing fires."""
-    envs = FakeEnvs(8, terminate=0.3, truncate=0.02, lives=5)
+    envs = ReusedArrays(8, terminate=0.3, truncate=0.02, lives=5)
     train(envs, total_timesteps=3000, episodic_life=episodic_life)
     lost_life = stacked(envs.steps[:-1], "lost_life")
     after = stacked(envs.steps[1:], "action")
@@ -519,6 +739,28 @@ def test_rollouts_go_where_the_divergence_leads(train, monkeypatch, divergence, 
     assert updates == list(range(4, 4 * len(lengths) + 1, 4))  # two epochs of two, whatever L
 
 
+def test_rollouts_are_equation_4_of_what_was_logged(train):
+    """Guards L_adapt, which stays a real number, and L, its nearest integer, in each rollout.
+
+    The learning rate falls to 0, so that divergences are of all sizes.
+    """
+    arguments = {"total_timesteps": 8000, "learning_rate": 0.05, "anneal_lr": True}
+    folder = train(FakeEnvs(4), adapt_frequency=2, **arguments)
+    adaptive_length = 32.0
+    expected = []
+    divergences = []
+    for row in rows(folder / "metrics.csv"):
+        expected.append(math.floor(adaptive_length + 0.5))
+        if row["abs/behavioral_divergence"]:
+            divergences.append(float(row["abs/behavioral_divergence"]))
+            logarithm = np.log(max(divergences[-1], 1e-9))
+            target = np.interp(logarithm, np.log([0.05, 0.95]), [64, 16])
+            adaptive_length += 0.1 * (target - adaptive_length)
+    assert len({*divergences}) > 7 and min(divergences) < 0.05 and max(divergences) > 0.3
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == expected
+    assert load(folder)["adaptive_length"] == pytest.approx(adaptive_length)
+
+
 def test_fixed_rollouts_stay(train, monkeypatch):
     """Guards the baseline: with --no-adapt-rollout, BD is measured and changes nothing."""
     arguments = {"total_timesteps": 500, "adapt_frequency": 1, "num_steps": 10}
@@ -526,47 +768,91 @@ def test_fixed_rollouts_stay(train, monkeypatch):
     assert lengths == [10] * 25
 
 
-def authors_rule(divergences, iterations_each):
-    """Rollout lengths and epochs of each iteration as ABS's own code has them, but for truncation.
-
-    The mean of the last 20 measurements moves L by a tenth of the way, once there are 10 of them;
-    L starts at 16; an iteration has max(2, 2 L // 32) epochs.
-    """
-    adaptive_length = 16.0
-    lengths = []
-    for count in range(1, len(divergences) + 1):
-        lengths += [math.floor(adaptive_length + 0.5)] * iterations_each
-        if count < 10:
-            continue
-        mean = np.mean(divergences[max(0, count - 20) : count])
-        share = np.interp(np.log(mean), np.log([0.05, 0.95]), [0, 1])
-        adaptive_length = 0.9 * adaptive_length + 0.1 * (64 - 48 * share)
-    return lengths, [max(2, 2 * length // 32) for length in lengths]
-
-
-def test_the_authors_rule_is_three_flags_away(train, monkeypatch):
-    """Guards --burn-in, --divergence-window and --scale-epochs against the rule's own words."""
-    rng = np.random.default_rng(1)
-    divergences = [*rng.uniform(0.2, 1, 25), *rng.uniform(0, 0.06, 45), *rng.uniform(0.2, 1, 10)]
-    expected_lengths, expected_epochs = authors_rule(divergences, iterations_each=2)
-    assert set(expected_epochs) == {2, 3} and max(expected_lengths) > 55
-    lengths, updates = driven(
-        monkeypatch,
-        train,
-        divergences,
-        num_steps=16,
-        burn_in=10,
-        divergence_window=20,
-        scale_epochs=True,
-        adapt_frequency=2,
-        total_timesteps=2 * sum(expected_lengths),
-    )
-    assert lengths == expected_lengths
-    assert np.diff([0, *updates]).tolist() == [2 * epochs for epochs in expected_epochs]
-
-
-def test_four_times_the_base_makes_four_times_the_epochs(train):
-    """Guards --scale-epochs at other bases: gradient steps for each transition stay the same."""
-    arguments = {"num_steps": 32, "base_steps": 8, "scale_epochs": True, "update_epochs": 3}
+@pytest.mark.parametrize("length, expected", [(16, 3), (32, 3), (33, 3), (43, 4), (64, 6)])
+def test_longer_rollouts_can_have_more_epochs(train, length, expected):
+    """Guards --scale-epochs: gradient steps for each transition stay much the same above L = 32."""
+    arguments = {"num_steps": length, "scale_epochs": True, "update_epochs": 3}
     folder = train(FakeEnvs(4), num_minibatches=2, total_timesteps=1, **arguments)
-    assert column(folder / "metrics.csv", "charts/updates") == [3 * 4 * 2]
+    assert column(folder / "metrics.csv", "charts/updates") == [expected * 2]
+
+
+# --- Seeds ---
+
+
+class Drawing(FakeEnvs):
+    """Its observations come from a generator that it does not own."""
+
+    draw = None
+
+    def frames(self):
+        return np.array([[self.draw() for _ in range(6)] for _ in range(self.num_envs)], np.uint8)
+
+
+def draws_from_python(envs):
+    return random.randrange(256)
+
+
+def draws_from_numpy(envs):
+    return np.random.randint(256)
+
+
+def draws_from_its_space(envs):
+    return envs.single_observation_space.sample()[0]
+
+
+def draws_from_its_vectors_space(envs):
+    return envs.observation_space.sample()[0, 0]
+
+
+def draws_actions(envs):
+    return envs.single_action_space.sample() + 4 * envs.action_space.sample()[0]
+
+
+DRAWS = [
+    draws_from_python,
+    draws_from_numpy,
+    draws_from_its_space,
+    draws_from_its_vectors_space,
+    draws_actions,
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_environments_that_draw_elsewhere_are_seeded(train, draw):
+    """Guards reproducibility where an environment uses Python's, NumPy's or a space's generator."""
+    kind = type("Drawn", (Drawing,), {"draw": draw})
+    first, again, other = kind(2), kind(2), kind(2)
+    for envs, seed in ((first, 1), (again, 1), (other, 2)):
+        train(envs, seed=seed, total_timesteps=300)
+    assert np.array_equal(stacked(first.steps, "obs"), stacked(again.steps, "obs"))
+    assert not np.array_equal(stacked(first.steps, "obs"), stacked(other.steps, "obs"))
+
+
+class OneGame(gymnasium.Env):
+    """A single environment that draws from its action space, which Gymnasium does not seed."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (6,), np.uint8)
+
+    def __init__(self):
+        self.action_space = Discrete(4)
+        self.drawn = []
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(6, np.uint8), {}
+
+    def step(self, action):
+        self.drawn.append(int(self.action_space.sample()))
+        return np.full(6, self.drawn[-1], np.uint8), 1.0, False, len(self.drawn) % 9 == 0, {}
+
+
+def test_spaces_of_single_environments_are_seeded(train):
+    """Guards Gymnasium's vector of single environments, each with a space and a seed of its own."""
+    drawn = []
+    for wrapper in (None, None, gymnasium.wrappers.vector.RecordEpisodeStatistics):
+        games = [OneGame() for _ in range(3)]
+        makers = [lambda game=game: game for game in games]
+        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        train(wrapper(envs) if wrapper else envs, total_timesteps=200)
+        drawn.append([game.drawn for game in games])
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len({tuple(game) for game in drawn[0]}) == 3

@@ -31,15 +31,19 @@ def test_pasted_functions_are_the_scripts():
 
 
 def test_pasted_loop_runs():
-    """A policy that stops changing: L rises from 32 towards 64, once every 50 iterations."""
+    """A policy that stops changing: L rises from 32 towards 64, once every 50 iterations.
+
+    With dropout, it would seem to change unless it is measured in eval mode.
+    """
     names = {
-        "policy": torch.nn.Linear(6, 3),
+        "policy": torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout()),
         "learn": lambda policy, rollout: None,
         "collect": lambda policy, length: {"observations": torch.rand(4 * length, 6)},
         "total_timesteps": 4 * (50 * 32 + 50 * 35 + 10),
     }
     exec("\n".join(BLOCKS), names)
     assert names["length"] == pytest.approx(64 - 32 * 0.9**2)
+    assert names["policy"].training
 
 
 def test_every_linked_file_exists():

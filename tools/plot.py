@@ -5,31 +5,42 @@
 A run in progress is drawn as far as it is. tools/report.py compares finished runs, with intervals.
 """
 
+import io
 import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws without a screen
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
+
+def fail(error: Exception) -> None:
+    """End with status 2 and one line on stderr."""
+    line = str(error).partition("\n")[0]
+    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+try:
+    import matplotlib
+    import matplotlib.pyplot as plt
+    from matplotlib import ticker
+except ImportError as error:
+    fail(f"{error}; pip install -r requirements-dev.txt")
+
 STEP, RETURN, LENGTH = "global_step", "charts/episodic_return", "abs/rollout_length"
 DIVERGENCE, KL = "abs/behavioral_divergence", "abs/kl_divergence"
-TITLES = {RETURN: "Return", LENGTH: "Rollout\nlength L"}
-TITLES |= {DIVERGENCE: "Behavioural\ndivergence", KL: "KL\ndivergence"}
+TITLES = {RETURN: "Return\n(points)", LENGTH: "Rollout length L\n(steps)"}
+TITLES |= {DIVERGENCE: "Behavioral divergence\n(share of states)", KL: "KL divergence\n(nats)"}
 COLOURS = matplotlib.color_sequences["petroff10"]  # can be told apart with colour-blind eyes
+MARKERS = "osD^vXP"  # and without colours
+plt.switch_backend("Agg")  # draws without a screen
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
 plt.rcParams.update({"axes.axisbelow": True, "grid.color": "0.92", "legend.frameon": False})
 
-# What config.json must hold, and of which type. Early runs of gns_baseline.py had no thresholds.
-COUNTS = "seed total_timesteps num_steps rollout_min rollout_max update_epochs num_minibatches"
-TYPES = dict.fromkeys(COUNTS.split(), (int,)) | {"env_id": (str,), "adapt_rollout": (bool,)}
-TYPES |= dict.fromkeys(["delta_min", "delta_max"], (int, float, type(None)))
+NUMBERS = "seed total_timesteps num_steps rollout_min rollout_max update_epochs num_minibatches"
 LARGEST = 1e30  # of the numbers that are drawn
 
 
@@ -47,20 +58,6 @@ class Run:
     game: str  # Space Invaders
     arm: str  # PQN with ABS
     signal: str  # the column that drives L
-
-
-def read_options(path: Path) -> dict:
-    """The options in a config.json, and the script's name as one more."""
-    try:
-        config = json.loads(path.read_bytes())
-        options = config["args"] | {"script": Path(config["script"]).stem}
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path} is damaged, or not a run's") from None
-    for name, types in TYPES.items():
-        value = options.get(name)
-        if type(value) not in types or (type(value) in (int, float) and not abs(value) < LARGEST):
-            raise ValueError(f"{path}: {name} is {str(value)[:40]}, which no run writes")
-    return options
 
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
@@ -92,8 +89,22 @@ def title(env_id: str) -> str:
 
 def read_run(folder: Path) -> Run:
     """A run, finished or not; a ValueError says what is wrong with its files."""
-    args = read_options(folder / "config.json")
-    columns = read_columns(folder / "metrics.csv")
+    path = folder / "config.json"
+    problem = "damaged, or not a run's"
+    try:
+        config = json.loads(path.read_bytes())
+        args = config["args"] | {"script": Path(config["script"]).stem}
+        if args["script"] == "p3o_tokens":
+            problem = "a run of p3o_tokens.py, which has no episodes of an environment; "
+            problem += "results/p3o_tokens/figure.py draws such runs"
+            raise ValueError
+        numbers = [args[name] for name in NUMBERS.split()]
+        numbers += [args["delta_min"] or 0, args["delta_max"] or 0]  # early runs had none
+        if not all(abs(number) < LARGEST for number in numbers):
+            raise ValueError
+        game = title(args["env_id"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"{path}: {problem}") from None
     algorithm = args["script"].partition("_")[0].upper()
     if algorithm not in ("PPO", "P3O"):
         algorithm = "PQN"  # of gns_baseline.py and the examples, too
@@ -101,17 +112,40 @@ def read_run(folder: Path) -> Run:
     if args["adapt_rollout"]:
         by_noise = args["script"] == "gns_baseline" and args.get("signal") != "bd"
         arm = f"{algorithm} with {'noise scale' if by_noise else 'ABS'}"
+    columns = read_columns(folder / "metrics.csv")
     signal = KL if KL in columns else DIVERGENCE
-    return Run(folder, args, columns, title(args["env_id"]), arm, signal)
+    return Run(folder, args, columns, game, arm, signal)
+
+
+def style(i: int, points: int) -> dict:
+    """The i-th curve's colour and marker. About ten of its points have a marker."""
+    every = max(1, points // 10)
+    look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    return look | {"markersize": 4.5, "markevery": (i * every // 3 % every, every)}
 
 
 def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     """Steps from 0 on, and thin lines at the limits of L or of the divergence that drives it."""
-    axis.margins(x=0, y=0.12)
-    axis.set_xlim(left=0)
-    axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
-    axis.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    if column == KL:
+    axis.set_xlim(0, 1.02 * max(run.columns[STEP][-1] for run in runs))
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    axis.margins(y=0.12)
+    values = np.concatenate([line.get_ydata() for line in axis.lines])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        missing = "no episode has ended yet"
+        if column in (KL, DIVERGENCE):
+            often = min(run.args.get("adapt_frequency", 1) for run in runs if run.signal == column)
+            missing = f"not measured yet: it is measured every {often} iterations"
+        axis.text(0.5, 0.5, missing, ha="center", va="center", transform=axis.transAxes)
+        axis.tick_params(axis="y", left=False, labelleft=False)
+        axis.grid(False, axis="y")
+        return
+    if column == RETURN and np.ptp(values) == 0:
+        axis.set_ylim(values[0] - 1, values[0] + 1)
+    if column == LENGTH:
+        axis.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    if column == KL and (values > 0).any():  # of zeros there is no logarithm
         axis.set_yscale("log", nonpositive="mask")
     option, symbol = ("rollout", "L") if column == LENGTH else ("delta", "δ")
     limits = set()
@@ -122,58 +156,68 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     for end, limit in limits:
         if limit is not None:
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
-            style = {"textcoords": "offset points", "fontsize": 9}
-            style |= {"xycoords": axis.get_yaxis_transform(), "color": "0.3"}
-            if end == "min":
-                style |= {"xy": (0, limit), "xytext": (3, 3), "ha": "left"}
-            else:
-                style |= {"xy": (1, limit), "xytext": (-3, 3), "ha": "right"}
-            axis.annotate(f"${symbol}_\\{end}$ = {limit:g}", **style)
+            x, side = (0.003, "left") if end == "min" else (0.997, "right")
+            look = {"ha": side, "va": "bottom", "fontsize": 9, "color": "0.3"}
+            look["transform"] = axis.get_yaxis_transform()
+            axis.text(x, limit, f"${symbol}_\\{end}$ = {limit:g}", **look)
+    axis.autoscale_view(scalex=False)  # axhline does not widen a view that a limit is in
 
 
-def legend(figure: plt.Figure) -> None:
+def legend(figure: plt.Figure, lines: dict[str, plt.Line2D]) -> None:
     """One legend above for all axes."""
-    handles = {}
-    for axis in figure.axes:
-        lines, names = axis.get_legend_handles_labels()
-        handles.update(zip(names, lines, strict=True))
-    columns = max(1, 100 // (8 + max(map(len, handles))))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
+    columns = max(1, 100 // (8 + max(map(len, lines))))
+    place = {"loc": "outside upper center", "ncols": columns}
+    for text in figure.legend(lines.values(), lines.keys(), **place).get_texts():
+        text.set_parse_math(False)  # a $ in a name is a $
 
 
 def draw(runs: list[Run]) -> plt.Figure:
-    names = [f"{run.game}, {run.arm}, seed {run.args['seed']}" for run in runs]
-    if len(set(names)) < len(names):
-        names = [run.folder.name for run in runs]
-    signals = sorted({run.signal for run in runs})
-    panels = [RETURN, *signals, LENGTH]
+    described = [f"{run.game}, {run.arm}, seed {run.args['seed']}" for run in runs]
+    folders = [run.folder.resolve().name for run in runs]
+    for names in (described, folders, [str(run.folder) for run in runs]):
+        if len(set(names)) == len(names):
+            break
+    panels = [RETURN, *sorted({run.signal for run in runs}), LENGTH]
     size = (8, 2.1 * len(panels) + 0.5)
     figure, axes = plt.subplots(len(panels), sharex=True, figsize=size, layout="constrained")
+    lines = {}
     for axis, column in zip(axes, panels, strict=True):
-        marker = "." if column in signals else None
         for i, run in enumerate(runs):
             if column in (RETURN, LENGTH, run.signal):
                 known = np.isfinite(run.columns[column])
                 points = run.columns[STEP][known], run.columns[column][known]
-                axis.plot(*points, marker=marker, color=COLOURS[i % len(COLOURS)], label=names[i])
+                (lines[names[i]],) = axis.plot(*points, **style(i, known.sum()))
         axis.set_ylabel(TITLES[column])
         finish_axis(axis, runs, column)
     figure.supxlabel("Environment steps", fontsize=10)
-    legend(figure)
+    legend(figure, lines)
     return figure
 
 
+def save(figure: plt.Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:], dpi=160)
+    plt.close(figure)
+    write(path, picture.getvalue())
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a whole file, or none if the disk is full."""
+    file = path.open("wb")
+    try:
+        with file:
+            file.write(data)
+    except OSError:
+        if path.is_file():  # /dev/full is none
+            path.unlink()
+        raise
+
+
 def main(args: Args) -> None:
-    if not args.runs:
-        raise ValueError("name at least one run's folder")
-    figure = draw([read_run(folder) for folder in args.runs])
-    figure.savefig(args.out, format=args.out.suffix[1:], dpi=160)
+    if not args.runs or args.out.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError("name at least one run's folder, and --out must end in .png, .svg or .pdf")
+    save(draw([read_run(folder) for folder in args.runs]), args.out)
     print(args.out)
-
-
-def fail(error: Exception) -> None:
-    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

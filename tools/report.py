@@ -1,4 +1,4 @@
-"""Compare finished runs: contrasts between arms, scores, curves, and what BD goes together with.
+"""Compare finished runs: contrasts between arms, scores and curves.
 
     python tools/report.py runs/suite --out report
     python tools/report.py runs/study --label "*/open_*=Open loop" \\
@@ -15,11 +15,12 @@ labels within each game; p_holm is corrected for the number of pairs of arms. p_
 probability that a run of one arm scores more than one of the other. Intervals are 95% bootstrap
 intervals, seeds resampled within game and arm. With few seeds they are too narrow: simulated ones
 over three games hold the truth in 85% of cases with 3 seeds, 90% with 5 and 94% with 12, while p
-holds its level. signals.csv has rank correlations of BD with others, plain and given the step.
+holds its level.
 """
 
 import csv
 import fnmatch
+import io
 import math
 import sys
 from dataclasses import dataclass
@@ -27,16 +28,19 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from scipy.stats import rankdata, trim_mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tools import plot
 from tools.plot import DIVERGENCE, KL, LENGTH, RETURN, STEP, plt
 
+try:
+    from scipy.stats import rankdata, trim_mean
+except ImportError as error:
+    plot.fail(f"{error}; pip install -r requirements-dev.txt")
+
 NAMES = {RETURN: "learning_curves", LENGTH: "rollout_length"}
 NAMES |= {DIVERGENCE: "divergence", KL: "kl_divergence"}
-IMPROVEMENT = "Probability"
-SIGNALS = ["abs/policy_entropy", "losses/entropy", "abs/value_variance", "gns/noise_scale_raw", KL]
+RELATIVE = "Relative return"
 RESAMPLES, PERMUTATIONS, POINTS = 4000, 20_000, 50
 
 
@@ -192,32 +196,33 @@ def holm(ps: list[float]) -> list[float]:
     return np.minimum(corrected, 1).tolist()
 
 
-def correlations(run: plot.Run, signal: str) -> tuple[float, float]:
-    """BD's rank correlation with a signal s, and the partial one given the step t; or NaN.
-
-    r(BD, s | t) = [r(BD, s) - r(BD, t) r(s, t)] / sqrt([1 - r(BD, t)²] [1 - r(s, t)²])
-    """
-    table = np.array([run.columns[name] for name in (DIVERGENCE, signal, STEP)])
-    table = table[:, np.isfinite(table).all(axis=0)]
-    if table.shape[1] < 4 or (np.ptp(table, axis=1) == 0).any():
-        return math.nan, math.nan
-    ranks = np.corrcoef(rankdata(table, axis=1))
-    plain, bd_step, signal_step = ranks[0, 1], ranks[0, 2], ranks[1, 2]
-    rest = (1 - bd_step**2) * (1 - signal_step**2)
-    if rest < 1e-9:  # the step tells one of the two
-        return math.nan, math.nan
-    return plain, (plain - bd_step * signal_step) / math.sqrt(rest)
-
-
 def write(path: Path, rows: list[dict]) -> str:
-    """Write a .csv, numbers with six digits; returns the same as a table in Markdown."""
-    lines = [list(rows[0])]
+    """Write a .csv, numbers with six digits; returns a table in Markdown, with fewer."""
+    file = io.StringIO()
+    table = csv.writer(file)
+    table.writerow(rows[0])
     for row in rows:
-        lines.append([f"{v:.6g}" if isinstance(v, float) else str(v) for v in row.values()])
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows(lines)
-    lines.insert(1, ["---"] * len(rows[0]))
+        table.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row.values()])
+    plot.write(path, file.getvalue().encode())
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *map(rounded, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def rounded(row: dict) -> list[str]:
+    """A row's cells: two digits of standard errors, and as many decimals of what they belong to."""
+    cells = []
+    for name, value in row.items():
+        stem = name.removesuffix("_low").removesuffix("_high")
+        error = (row.get(f"{stem}_high", 0) - row.get(f"{stem}_low", 0)) / 4
+        if name in ("mean", "sd"):
+            error = row["sd"] / math.sqrt(row["n"])
+        if not isinstance(value, float):
+            cells.append(str(value))
+        elif error > 0:
+            cells.append(f"{value:z.{max(0, 1 - math.floor(math.log10(error)))}f}")
+        else:  # p, or all seeds are alike
+            cells.append(f"{value:.2g}" if name.startswith("p") else f"{value:.4g}")
+    return cells
 
 
 def interval(name: str, found: np.ndarray) -> dict[str, float]:
@@ -259,50 +264,36 @@ def score_rows(study: Study) -> list[dict]:
         for game, cell, values in zip(study.games, cells, study.scores[arm], strict=True):
             row = {"arm": arm, "game": game, "mean": float(values.mean())}
             row |= {"sd": float(values.std(ddof=1)), "n": len(cell)}
-            rows.append(row | {"updates": float(np.mean([updates(run) for run in cell]))})
-    return rows
-
-
-def signal_rows(study: Study) -> list[dict]:
-    """By arm and signal: means over runs and games."""
-    rows = []
-    for arm, cells in study.arms.items():
-        for signal in SIGNALS:
-            if all(signal in run.columns for cell in cells for run in cell):
-                found = np.array([[correlations(run, signal) for run in cell] for cell in cells])
-                if np.isnan(found).all():  # one is constant, or BD was not measured
-                    continue
-                plain, partial = estimate(mean, np.moveaxis(found, -1, 0)).T
-                row = {"arm": arm, "signal": signal} | interval("correlation", plain)
-                rows.append(row | interval("given_step", partial))
+            rows.append(row | {"updates": round(np.mean([updates(run) for run in cell]))})
     return rows
 
 
 def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **options) -> None:
     """A panel is a title, what it shows, and by arm a curve and its interval, (3, POINTS)."""
     columns = min(columns, len(panels))
-    lines = -(-len(panels) // columns)
-    size = (2.7 * max(3, columns), 2.3 * lines + 0.7)
+    rows = -(-len(panels) // columns)
+    size = (2.7 * max(3, columns), 2.3 * rows + 0.7)
     options |= {"figsize": size, "layout": "constrained", "squeeze": False}
-    figure, axes = plt.subplots(lines, columns, **options)
+    figure, axes = plt.subplots(rows, columns, **options)
     runs = [run for cells in study.arms.values() for cell in cells for run in cell]
     steps = (np.arange(POINTS) + 0.5) * runs[0].args["total_timesteps"] / POINTS
-    colours = dict(zip(study.arms, len(study.arms) * plot.COLOURS, strict=False))
+    looks = {arm: plot.style(i, POINTS) for i, arm in enumerate(study.arms)}
+    lines = {}
     for axis, (title, column, curves) in zip(axes.flat, panels, strict=False):
         for arm, found in curves.items():
             width, shade = (2.2, 0.2) if study.run(arm).args["adapt_rollout"] else (1, 0.1)
-            axis.plot(steps, found[0], color=colours[arm], label=arm, linewidth=width)
-            axis.fill_between(steps, *found[1:], color=colours[arm], alpha=shade, linewidth=0)
+            (lines[arm],) = axis.plot(steps, found[0], **looks[arm], linewidth=width)
+            colour = looks[arm]["color"]
+            axis.fill_between(steps, *found[1:], color=colour, alpha=shade, linewidth=0)
         if axis in axes[:, 0]:
             axis.set_ylabel(plot.TITLES.get(column, column))
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title, fontsize=10, parse_math=False)
         plot.finish_axis(axis, runs, column)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    plot.legend(figure)
+    plot.legend(figure, lines)
     figure.supxlabel(f"Environment steps\n{study.caption}", fontsize=9)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    plot.save(figure, path)
 
 
 def draw_games(study: Study, out: Path) -> None:
@@ -335,21 +326,9 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     panels = [("Mean rollout length", LENGTH, lengths)]
     if returns:
         title = f"Interquartile mean of {usable.sum()} games; 1 = score of {reference}"
-        panels.insert(0, (title, RETURN, returns))
+        panels.insert(0, (title, RELATIVE, returns))
     draw(study, out / "headline.png", panels, columns=1)
     return rows
-
-
-def draw_improvement(study: Study, path: Path, pairs: list[tuple[str, str]]) -> None:
-    """A panel for each arm that comes first in a pair, over steps."""
-    panels = []
-    for arm in dict.fromkeys(first for first, _ in pairs):
-        found = {}
-        for second in [second for first, second in pairs if first == arm]:
-            curves = study.curves(arm, RETURN), study.curves(second, RETURN)
-            found[second] = estimate(improvement, *curves)
-        panels.append((f"Probability that {arm} is ahead of others", IMPROVEMENT, found))
-    draw(study, path, panels, columns=1, sharey=True)
 
 
 def main(args: Args) -> None:
@@ -362,9 +341,6 @@ def main(args: Args) -> None:
     draw_games(study, args.out)
     tables = {"scores": score_rows(study), "aggregate": draw_headline(study, args.out)}
     tables["contrasts"] = contrast_rows(study, pairs)
-    if pairs:
-        draw_improvement(study, args.out / "improvement.png", pairs)
-    tables["signals"] = signal_rows(study)
     for name, rows in tables.items():
         if rows:
             print(f"\n{name}\n\n{write(args.out / f'{name}.csv', rows)}")

@@ -41,13 +41,14 @@ class Args:
     repeats: int = 3  # of all runs or turns
 
 
-def read_commands(texts) -> dict[str, list[str]]:
-    commands = {}
+def read_commands(texts, commands) -> dict[str, list[str]]:
+    """These commands and those of the texts, by name."""
     for text in texts:
         name, _, words = text.partition("=")
-        if not (name and words) or name in commands:
+        words = shlex.split(words)
+        if not (name.strip() and words) or name in commands:
             raise ValueError(f"{text!r}: it must be NAME=COMMAND, each name once")
-        commands[name] = shlex.split(words)
+        commands = commands | {name: words}
     return commands
 
 
@@ -74,19 +75,24 @@ def measure(commands, args):
             yield name, (args.long - args.short) / seconds
 
 
-def read_rows(folder) -> list[dict]:
+def read_rows(folder) -> list[tuple[int, float]]:
+    """Step and seconds of each row of a run's metrics.csv, as far as it is written."""
     text = "".join(path.read_text() for path in folder.glob("*/metrics.csv"))
-    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+    table = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    try:
+        return [(int(row["global_step"]), float(row["charts/seconds"])) for row in table]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("a version's metrics.csv lacks global_step or charts/seconds") from None
 
 
-def wait(process, folder, more) -> list[dict]:
+def wait(process, folder, more) -> list[tuple[int, float]]:
     """The rows of a run's metrics.csv, as soon as there are so many more."""
     before = len(read_rows(folder))
-    while len(read_rows(folder)) < before + more:
+    while len(rows := read_rows(folder)) < before + more:
         if process.poll() is not None:
             raise ValueError(f"a version ended: {(folder / 'log').read_text()[-200:]!r}")
         time.sleep(0.02)
-    return read_rows(folder)
+    return rows
 
 
 def take_turns(commands, args, folder):
@@ -109,9 +115,10 @@ def take_turns(commands, args, folder):
                 process.send_signal(signal.SIGCONT)
                 rows = wait(process, own, 1 + ITERATIONS)
                 process.send_signal(signal.SIGSTOP)
-                start, end = rows[-1 - ITERATIONS], rows[-1]
-                steps = int(end["global_step"]) - int(start["global_step"])
-                yield name, steps / (float(end["charts/seconds"]) - float(start["charts/seconds"]))
+                (first, start), (last, end) = rows[-1 - ITERATIONS], rows[-1]
+                if end <= start:
+                    raise ValueError(f"{name}: its charts/seconds do not rise")
+                yield name, (last - first) / (end - start)
     finally:
         for process, _ in versions.values():
             process.kill()
@@ -124,10 +131,10 @@ def main(args):
     with tempfile.TemporaryDirectory() as folder:
         own = f"--no-adapt-rollout --runs-dir {folder} --total-timesteps {{steps}}"
         commands = {"pqn_abs.py": [sys.executable, str(SCRIPT), *own.split()]}
-        commands |= read_commands(args.peer)
+        commands = read_commands(args.peer, commands)
         samples = measure(commands, args)
         if args.turns:
-            commands = read_commands(args.turns)
+            commands = read_commands(args.turns, {})
             samples = take_turns(commands, args, Path(folder))
         speeds = {name: [] for name in commands}
         print("name,steps_per_second", flush=True)

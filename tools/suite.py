@@ -79,7 +79,7 @@ def is_done(folder) -> bool:
         header, *rows = text[: text.rindex("\n")].splitlines()  # a kill may tear the last one
         row = dict(zip(header.split(","), rows[-1].split(","), strict=True))
         return int(row["global_step"]) >= config["args"]["total_timesteps"]
-    except (FileNotFoundError, ValueError, KeyError, IndexError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, IndexError, TypeError, RecursionError):
         return False  # torn or not there yet: the script writes it again
 
 

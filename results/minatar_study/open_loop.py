@@ -7,33 +7,43 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from gymnasium.vector import VectorWrapper
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-import minatar_abs  # replaces parts of pqn_abs.py
+import minatar_abs
+from minatar_abs import Args, QNetwork, pqn_abs
 
-import pqn_abs
-
-SCHEDULE = np.loadtxt(Path(__file__).with_name("schedule.csv"), delimiter=",", skiprows=1)
-
-
-class Run(pqn_abs.Run):
-    """Remembers how far the run is, for the schedule."""
-
-    step = 0
-
-    def count_episodes(self, global_step, reward, ended):
-        Run.step = global_step
-        super().count_episodes(global_step, reward, ended)
+STEPS, LENGTHS = np.loadtxt(Path(__file__).with_name("schedule.csv"), delimiter=",", skiprows=1).T
 
 
-def scheduled_length(divergence, adaptive_length, **limits):
-    """L at this step, whatever the divergence was."""
-    return float(np.interp(Run.step, SCHEDULE[:, 0], SCHEDULE[:, 1]))
+class OpenLoop:
+    """Takes the place of rollout_length: L at this step, whatever the divergence is."""
+
+    def __init__(self):
+        self.step = 0  # of the environments together; CountedEnvs counts them
+
+    def __call__(self, divergence, adaptive_length, **limits):
+        return float(np.interp(self.step, STEPS, LENGTHS))
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
 
 
-pqn_abs.Run = Run
-pqn_abs.rollout_length = scheduled_length
-pqn_abs.SCRIPT = Path(__file__).name
+open_loop = OpenLoop()
+
+
+class CountedEnvs(VectorWrapper):
+    def step(self, actions):
+        open_loop.step += self.num_envs
+        return super().step(actions)
+
+
+def make_envs(args):
+    return CountedEnvs(minatar_abs.make_envs(args))
+
 
 if __name__ == "__main__":
-    minatar_abs.pqn_abs.launch()
+    pqn_abs.launch(Args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=open_loop)

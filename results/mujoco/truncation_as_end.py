@@ -9,17 +9,12 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import ppo_abs_continuous
 
-gae = ppo_abs_continuous.gae
 
-
-def gae_without_time_limits(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
-    """gae, in which what was cut counts as terminated."""
+def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
+    """ppo_abs_continuous.gae, in which a truncated episode counts as terminated."""
     ended = terminated | truncated
-    return gae(rewards, values, next_values, ended, truncated, gamma, gae_lambda)
+    return ppo_abs_continuous.gae(rewards, values, next_values, ended, truncated, gamma, gae_lambda)
 
-
-ppo_abs_continuous.gae = gae_without_time_limits
-ppo_abs_continuous.SCRIPT = Path(__file__).name
 
 if __name__ == "__main__":
-    ppo_abs_continuous.launch()
+    ppo_abs_continuous.launch(gae=gae)
