@@ -99,8 +99,8 @@ class Args:
     update_epochs: int = 2  # [N_epochs] passes over each rollout
     max_grad_norm: float = 10.0  # gradients are clipped to this norm
     start_e: float = 1.0  # [ε] share of random actions at the start
-    end_e: float = 0.001  # [ε] share of random actions after exploration
-    exploration_fraction: float = 0.10  # part of total_timesteps over which ε falls linearly
+    end_e: float = 0.001  # [ε] share of random actions once ε has stopped falling
+    exploration_fraction: float = 0.10  # fraction of total_timesteps over which ε falls
     episodic_life: bool = False  # a lost life ends the learner's episode; the game goes on
 
     signal: Literal["gns", "bd"] = "gns"  # what drives L: the noise scale, or BD as in ABS
@@ -113,13 +113,13 @@ class Args:
     delta_min: float = 0.05  # [δ_min] with --signal bd: at this BD or less, L goes to L_max
     delta_max: float = 0.95  # [δ_max] with --signal bd: at this BD or more, L goes to L_min
     beta: float = 0.1  # [β] step size of N_avg and S_avg; with --signal bd, of L_adapt
-    reference_states: int = 2048  # [M] states in B_ref; not in the paper, from its author's code
-    scale_epochs: bool = False  # more epochs where L > 32: N_epochs * L // 32, as its author's
+    reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
+    scale_epochs: bool = False  # if L > 32, N_epochs * L // 32 epochs, as in the author's code
 
     device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of all layers but the last; auto is bfloat16 where the hardware has it"""
-    runs_dir: str = "runs"  # the run's folder is created in here
+    """number format of all layers but the last; auto is bfloat16 where the hardware supports it"""
+    runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default game, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints
     resume: str | None = None  # continue the run in this folder; its arguments become the defaults
@@ -134,17 +134,17 @@ def layer_init(layer, gain: float = math.sqrt(2)):
 
 
 class PixelConv(nn.Conv2d):
-    """A convolution of pixels / 255. Dividing the weights is less work than dividing the pixels."""
+    """A convolution of pixels / 255. Dividing the weights is cheaper than the pixels."""
 
     def forward(self, pixels):
         return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
 
 
 class ImageNorm(nn.LayerNorm):
-    """LayerNorm over channels, height and width of images (N, C, H, W); its shape is [H, W, C].
+    """LayerNorm over the channels, height and width of images (N, C, H, W); pass it [H, W, C].
 
-    The network keeps images in memory in the order N, H, W, C ("channels last"), which makes it 1.3
-    times as fast on a CPU. So the two permutations copy nothing.
+    The network keeps images in memory in the order N, H, W, C ("channels last"). That makes it 1.3
+    times as fast on a CPU, and lets the two permutations below work without copying.
     """
 
     def forward(self, images):
@@ -154,8 +154,8 @@ class ImageNorm(nn.LayerNorm):
 class QNetwork(nn.Module):
     """uint8 frames (N, 4, 84, 84) -> float32 Q-values (N, A): Nature CNN with LayerNorm [PQN].
 
-    LayerNorm after each layer keeps Q-learning stable without a target network. A network of your
-    own may return bfloat16 under autocast: main casts what it gets to float32.
+    LayerNorm after each layer keeps Q-learning stable without a target network. If you write your
+    own network, it may return bfloat16; main converts the output to float32.
     """
 
     def __init__(self, envs):
@@ -179,8 +179,8 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # Bytes fit bfloat16 exactly. Where autocast uses it, casting to it at once makes the
-        # network 1.4 times as fast.
+        # bfloat16 represents every byte exactly. Under autocast, converting the frames to bfloat16
+        # here makes the network 1.4 times as fast.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
@@ -193,15 +193,16 @@ def make_envs(args: Args):
     """A vector of args.num_envs copies of an Atari game.
 
     Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
-    the last two of them are max-pooled. Rewards are score points. As usual for AtariVectorEnv, an
-    episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
+    the last two of them are max-pooled. Rewards are points in the game. As usual for
+    AtariVectorEnv, an episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000
+    emulator frames.
 
     Your own make_envs may return any Gymnasium VectorEnv that has
     - a Discrete action space,
     - same-step autoreset: where an episode ends, step() returns the next one's first observation,
       and info["final_obs"] holds the last observation of the one that ended.
     Only --episodic-life needs more: a lost life is "terminated" but does not reset the game,
-    info["lives"] counts the lives, and fire_action is the action that goes on after a lost one.
+    info["lives"] counts the lives, and fire_action is the action that resumes play after it.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
@@ -234,16 +235,10 @@ def check_envs(args, envs):
         fail(f"make_envs returned {envs.num_envs} environments instead of {args.num_envs}")
 
 
-def check_scores(args, envs, scores):
-    """Refuse a network that does not return one score per environment and action."""
-    shape = (args.num_envs, envs.single_action_space.n)
-    if scores.shape != shape:
-        fail(f"the network must return scores of shape {shape}, not {tuple(scores.shape)}")
-
-
 def to_tensor(obs, device):
     """Observations as a tensor on the device; one that is not finite ends the run."""
-    tensor = torch.tensor(np.ascontiguousarray(obs), device=device)
+    obs = np.ascontiguousarray(obs)  # torch.tensor accepts no negative strides
+    tensor = torch.tensor(obs, device=device)
     if tensor.is_floating_point() and not tensor.isfinite().all():
         fail("an environment returned an observation that is not finite", status=1)
     return tensor
@@ -251,8 +246,9 @@ def to_tensor(obs, device):
 
 def reset(args, envs, seed, device):
     """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
+    # Environments may sample from their spaces, which envs.reset(seed=...) does not seed.
     sub_envs = getattr(envs.unwrapped, "envs", [])
-    for i, env in enumerate([envs, *sub_envs]):  # they may call their spaces' sample()
+    for i, env in enumerate([envs, *sub_envs]):
         for name in ("action", "observation", "single_action", "single_observation"):
             if hasattr(env, f"{name}_space"):
                 getattr(env, f"{name}_space").seed(seed + i)
@@ -266,14 +262,14 @@ def reset(args, envs, seed, device):
 
 
 def step(envs, actions):
-    """Act in all environments; actions (E,) are int64 and count from 0. Returns
+    """Take one action in each environment. Actions (E,) are int64, from 0 up. Returns
 
     - next_obs: the next observations (E, ...), a tensor on the actions' device
     - rewards, terminated, truncated: NumPy arrays (E,)
     - last_obs: the last observations (n, ...) of the n truncated episodes, a tensor
-    - info: what else the environments say
+    - info: everything else the environments report
 
-    All but info are copies, because environments may write into their arrays again.
+    All but info are copies, because environments may reuse their arrays.
     """
     first_action = envs.single_action_space.start
     obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
@@ -287,7 +283,7 @@ def step(envs, actions):
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """A line from start at step 0 to end at step duration, and end from there on."""
+    """Goes linearly from start (at step 0) to end (at step duration), then stays at end."""
     return start + min(step / max(duration, 1), 1) * (end - start)
 
 
@@ -316,8 +312,7 @@ def behavioral_divergence(network, old_network, states) -> float:
 
     δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
 
-    Raises ValueError unless network(states) has one score per action, (M, A) with A > 1: you may
-    have pasted this function where the network returns something else.
+    Raises ValueError unless network(states) is (M, A), one score per action, with A > 1.
     """
     scores = network(states)
     if scores.dim() != 2 or scores.shape[1] < 2:
@@ -335,8 +330,9 @@ def rollout_length(
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
-    never change L_adapt. Raises ValueError if the limits are not positive and in order.
+    The paper also writes α for β. They cannot be the same number: with β = α, a stable policy
+    (α = 0) would never change L_adapt. Raises ValueError if the limits are not positive and in
+    order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -425,12 +421,12 @@ def next_length(args, adaptive_length, signals, noise_avg, signal_avg, rollout_l
 
 
 def pick_device(args):
-    """The device, and whether all layers but the last compute in bfloat16 there."""
+    """The device, and whether all layers but the last use bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except Exception as error:  # PyTorch has many ways to say that there is no such device
+    except Exception as error:  # PyTorch raises many types of error for a missing device
         fail(f"--device {name}: {error}")
     bfloat16 = args.precision == "bfloat16"
     if args.precision == "auto":  # only where the hardware multiplies bfloat16
@@ -442,9 +438,9 @@ def pick_device(args):
 
 
 def seed_all(seed, iteration) -> int:
-    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    """Seed Python, NumPy and PyTorch with one number derived from both arguments; return it."""
     number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
-    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    number = int(number) >> 2  # below 2^30: environment i gets number + i, which must be < 2^31
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -462,10 +458,10 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     check_envs(args, envs)
     num_envs = args.num_envs
     num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs).to(device).eval()  # networks with dropout act without it
+    q_network = QNetwork(envs).to(device).eval()  # dropout, if any, is off while acting
     old_network = copy.deepcopy(q_network)  # θ_old, filled in the loop
-    # The loop sets the learning rate. On a CPU, foreach=True makes a step 5 times as fast.
-    optimizer = torch.optim.RAdam(q_network.parameters(), foreach=True)
+    optimizer = torch.optim.RAdam(q_network.parameters(), foreach=True)  # foreach: 5 times as fast
+    # What a checkpoint stores. Your own rollout_length may be an object with a state_dict().
     modules = {"network": q_network, "optimizer": optimizer, "rollout_length": rollout_length}
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
@@ -474,10 +470,10 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # L_adapt
     noise_avg = saved.get("noise_avg", 0.0)  # starting both at 0 cancels in N_avg / S_avg
     signal_avg = saved.get("signal_avg", 0.0)
-    seed = seed_all(args.seed, iteration)  # a resumed run starts new games
+    seed = seed_all(args.seed, iteration)  # a resumed run plays new games
     next_obs, lives = reset(args, envs, seed, device)
-    lost_life = np.zeros(num_envs, bool)  # for --episodic-life
-    check_scores(args, envs, q_network(next_obs))
+    lost_life = np.zeros(num_envs, bool)  # in the latest step; only used with --episodic-life
+    check_q_values(args, envs, q_network(next_obs))
     with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
         done = global_step >= args.total_timesteps
         while not done:
@@ -504,21 +500,21 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
             truncated = torch.zeros_like(terminated)
             values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), t = 0..L
-            last_values = torch.zeros_like(rewards)  # of the last states of truncated episodes
+            last_values = torch.zeros_like(rewards)  # of truncated episodes' last states
             with torch.no_grad(), autocast:
                 for t in range(length):
                     obs[t] = next_obs
                     values[t], greedy_actions = q_network(next_obs).float().max(1)
                     actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-                    if lost_life.any():  # Breakout, for one, waits for FIRE
+                    if lost_life.any():  # after a lost life, Breakout waits for FIRE
                         actions[t, torch.tensor(lost_life)] = envs.fire_action
                     next_obs, reward, terminal, timeout, last_obs, info = step(envs, actions[t])
-                    rewards[t] = torch.tensor(np.sign(reward))  # learning sees only the sign
+                    rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
                     if timeout.any():
                         last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
-                    if args.episodic_life:  # after the last life, info has the next game's lives
+                    if args.episodic_life:  # at game over lives go up, so this stays False
                         lost_life = terminal & (info["lives"] < lives)
                         lives = np.array(info["lives"])
                     run.add_rewards(reward, (terminal | timeout) & ~lost_life)
@@ -526,7 +522,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                 values[length] = q_network(next_obs).float().amax(1)
 
             # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-            # (Where an episode was truncated, values[t + 1] is of the next episode's first state.)
+            # (Where an episode was truncated, values[t + 1] belongs to the next episode's start.)
             next_values = torch.where(truncated, last_values, values[1:])
             returns = lambda_returns(
                 rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
@@ -537,7 +533,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             epochs = args.update_epochs
             if args.scale_epochs:
                 epochs = max(epochs, epochs * length // 32)
-            # Gradients of chunks add up. 512 transitions fit a CPU's cache: 1.2 times as fast.
+            # On a CPU, learn in chunks that fit its cache: 1.2 times as fast. Gradients add up.
             chunk_size = 512 if device.type == "cpu" else batch_size
             q_network.train()
             for _ in range(epochs):
@@ -602,12 +598,12 @@ def say(message):
     """Print a line to stderr, above the progress bar."""
     try:
         tqdm.write(message, file=sys.stderr)
-    except OSError:  # a closed pipe or a full disk: training goes on
+    except OSError:  # a closed pipe or a full disk must not stop training
         sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    """Print one line to stderr and exit: status 2 for bad input, 1 for a run that failed."""
     say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
@@ -632,10 +628,16 @@ def check_args(args):
     for low, high, names in limits:
         for name in names.split():
             value = getattr(args, name)
-            if not low <= value <= high:  # NaN is refused, too
+            if not low <= value <= high:  # refuses NaN, too
                 option = name.replace("_", "-")
-                shown = str(value)[:20]  # somebody may type 400 digits
-                fail(f"--{option} {shown}: it must be from {low} to {high}")
+                fail(f"--{option} {value!s:.20}: it must be from {low} to {high}")
+
+
+def check_q_values(args, envs, q_values):
+    """Refuse a network that does not return one Q-value per environment and action."""
+    shape = (args.num_envs, envs.single_action_space.n)
+    if q_values.shape != shape:
+        fail(f"the network must return Q-values of shape {shape}, not {tuple(q_values.shape)}")
 
 
 def run_folder(args):
@@ -644,7 +646,7 @@ def run_folder(args):
         return Path(args.resume)
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
-    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+    if os.path.exists(folder):  # Path.exists raises an error if the name is too long
         fail(f"{folder} exists already: choose another --run-name, or --resume it")
     return folder
 
@@ -653,17 +655,17 @@ def load_checkpoint(args, folder, modules):
     """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
-    try:  # with weights_only=True, a file from a stranger runs no code
+    try:  # with weights_only=True, a file from someone else cannot run code
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
             if hasattr(module, "state_dict"):  # a function such as rollout_length has none
                 module.load_state_dict(saved[name])
-        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
                 expected = torch.tensor(0.0) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
-    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+    except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
     return saved
 
@@ -671,9 +673,9 @@ def load_checkpoint(args, folder, modules):
 def provenance() -> dict:
     """The versions of Python and the packages, and this file's git commit, if it has one."""
     found = {"python": platform.python_version(), "commit": None}
-    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if not imported
         found[name] = getattr(sys.modules.get(name), "__version__", None)
-    # The whole commit, and "-dirty" if files were changed since.
+    # The full commit hash, with "-dirty" if files have changed since.
     git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
     with suppress(OSError):  # git may not be installed
         done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -682,12 +684,12 @@ def provenance() -> dict:
 
 
 def replace_file(path, write):
-    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    """Replace a file atomically: path always holds the whole old file or the whole new one."""
     temporary = path.with_suffix(".tmp")
     try:
         write(temporary)
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         temporary.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}") from error
 
@@ -726,35 +728,35 @@ class Run(AbstractContextManager):
                 self.wandb = wandb.init(**names, resume="allow", config=config)
                 self.wandb.define_metric("*", step_metric="global_step")
                 self.wandb_id = self.wandb.id
-            except Exception as error:  # no such package, no login, a forbidden name
+            except Exception as error:  # not installed, not logged in, or an invalid name
                 if not saved:
                     shutil.rmtree(folder)
                 fail(f"--track: {error}")
         text = json.dumps(config, indent=2) + "\n"
         replace_file(folder / "config.json", lambda path: path.write_text(text))
-        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
-        # somebody has edited it.)
+        # Rows after the checkpoint will be written again. (A file that was edited may be shorter.)
         self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
-        # With a delay, nothing is drawn here, where an error would still end the run.
+        # The delay keeps tqdm from drawing now: only log() survives a stderr that is closed.
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+        # Ctrl-C reaches the whole process group: move environments that are processes out of it.
+        for worker in multiprocessing.active_children():
             with suppress(AttributeError, OSError):
                 os.setpgid(worker.pid, 0)
-        self.handlers = {}  # those that __exit__ puts back
-        if threading.current_thread() is threading.main_thread():  # others may set none
+        self.handlers = {}  # the old ones; __exit__ restores them
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                number = getattr(signal, name, None)  # Windows has no SIGHUP
+                if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.interrupt)
-        self.shown = "no iteration was left to do"
+        self.shown = "no iteration was left to do"  # log() replaces it; __exit__ prints it
         self.row_at = time.perf_counter()
-        self.save_at = 0.0  # at the first iteration's end
+        self.save_at = 0.0  # the first save is due after the first iteration
 
     def interrupt(self, number, frame):
         self.interrupted = True
         signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
-        with suppress(OSError):
+        with suppress(OSError):  # os.write, because print is not safe in a signal handler
             os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
     def add_rewards(self, reward, game_over):
@@ -764,7 +766,7 @@ class Run(AbstractContextManager):
         self.score[game_over] = 0
 
     def check_finite(self, network):
-        """End the run, and keep its last checkpoint, if learning has failed."""
+        """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
                 fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
@@ -806,7 +808,7 @@ class Run(AbstractContextManager):
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def __exit__(self, *error):
-        """Undo what __init__ did, also when training ends with an exception."""
+        """Undo what __init__ did, even if training ended with an exception."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         with suppress(OSError):
@@ -815,7 +817,7 @@ class Run(AbstractContextManager):
             self.bar.close()
         if self.wandb:
             self.wandb.finish()
-        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to resume
             shutil.rmtree(self.folder)
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
@@ -825,12 +827,12 @@ class Run(AbstractContextManager):
 
 
 def launch(Args=Args, **parts):
-    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # None if it was closed
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+            stream.reconfigure(errors="replace")  # not every console can print Greek letters
     args = tyro.cli(Args)
     if args.resume is not None:
         try:
@@ -840,12 +842,12 @@ def launch(Args=Args, **parts):
             defaults = Args(**config["args"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
-        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
+        args = tyro.cli(Args, default=defaults)  # again: options given now override the run's
     try:
         main(args, **parts)
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise  # a bug; but PyTorch says in this way, too, that memory is short
+            raise  # a bug. (PyTorch also raises RuntimeError when memory runs out.)
         fail(f"{type(error).__name__}: {error}", 1)
 
 

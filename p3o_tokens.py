@@ -110,9 +110,9 @@ class Args:
     adapt_frequency: int = 5  # [K] measure the KL divergence in every K-th iteration
     delta_min: float = 5e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 2e-2  # [δ_max] at this KL divergence or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, from its author's code
+    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, but in its author's code
 
-    runs_dir: str = "runs"  # the run's folder is created in here
+    runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default task, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints
     resume: str | None = None  # continue the run in this folder; its arguments become the defaults
@@ -328,8 +328,9 @@ def rollout_length(
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper calls β "α" too. But with the α of Eq. 4 in its place, a stable policy (α = 0) would
-    never change L_adapt. Raises ValueError if the limits are not positive and in order.
+    The paper also writes α for β. They cannot be the same number: with β = α, a stable policy
+    (α = 0) would never change L_adapt. Raises ValueError if the limits are not positive and in
+    order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -340,9 +341,9 @@ def rollout_length(
 
 
 def seed_all(seed, iteration) -> int:
-    """Seed Python, NumPy and PyTorch with one number, made from both arguments; returns it."""
+    """Seed Python, NumPy and PyTorch with one number derived from both arguments; return it."""
     number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
-    number = int(number) >> 2  # below 2^30, so that environment i's number + i is below 2^31
+    number = int(number) >> 2  # below 2^30: environment i gets number + i, which must be < 2^31
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -387,7 +388,8 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             optimizer.param_groups[0]["lr"] = args.learning_rate
 
             # 1. Collect G answers to each of L problems, by the policy of lag iterations ago.
-            policies[iteration % len(policies)].load_state_dict(network.state_dict())
+            old_network = policies[iteration % len(policies)]
+            old_network.load_state_dict(network.state_dict())  # θ_old ← θ
             sampler = policies[(iteration + 1) % len(policies)]
             problems = draw_problems(random.Random(seed), num_problems)
             problems = np.repeat(problems, args.group_size, 0)
@@ -420,12 +422,13 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
             optimizer.step()
 
-            # 3. ABS: measure how far the update moved the policy, and adapt L. log_pi is θ_old's.
+            # 3. ABS: measure how far the update moved the policy, and adapt L. B_ref is the batch.
             divergence = None
             if iteration % args.adapt_frequency == 0:
                 with torch.no_grad():
+                    old_log_pi = answer_logits(old_network, sequences)[valid].log_softmax(-1)
                     new_log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
-                    divergence = kl_divergence(log_pi, new_log_pi).mean().item()
+                    divergence = kl_divergence(old_log_pi, new_log_pi).mean().item()
                 adaptive_length = rollout_length(
                     divergence,
                     adaptive_length,
@@ -477,12 +480,12 @@ def say(message):
     """Print a line to stderr, above the progress bar."""
     try:
         tqdm.write(message, file=sys.stderr)
-    except OSError:  # a closed pipe or a full disk: training goes on
+    except OSError:  # a closed pipe or a full disk must not stop training
         sys.stderr = open(os.devnull, "w")
 
 
 def fail(message, status=2):
-    """End with one line on stderr. Status 2 means bad input, status 1 that the run went wrong."""
+    """Print one line to stderr and exit: status 2 for bad input, 1 for a run that failed."""
     say(f"{SCRIPT}: {message}".partition("\n")[0])
     raise SystemExit(status)
 
@@ -519,7 +522,7 @@ def run_folder(args):
         return Path(args.resume)
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
     folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
-    if os.path.exists(folder):  # Path.exists would not take a name that is too long
+    if os.path.exists(folder):  # Path.exists raises an error if the name is too long
         fail(f"{folder} exists already: choose another --run-name, or --resume it")
     return folder
 
@@ -528,17 +531,17 @@ def load_checkpoint(args, folder, modules):
     """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
     if args.resume is None:
         return {}
-    try:  # with weights_only=True, a file from a stranger runs no code
+    try:  # with weights_only=True, a file from someone else cannot run code
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
             if hasattr(module, "state_dict"):  # a function such as rollout_length has none
                 module.load_state_dict(saved[name])
-        # PyTorch does not check the shapes of the optimizer's state; copy_ does.
+        # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
                 expected = torch.tensor(0.0) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
-    except Exception as error:  # a missing, torn or foreign file has many ways to show it
+    except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
     return saved
 
@@ -546,9 +549,9 @@ def load_checkpoint(args, folder, modules):
 def provenance() -> dict:
     """The versions of Python and the packages, and this file's git commit, if it has one."""
     found = {"python": platform.python_version(), "commit": None}
-    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if it is not imported
+    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if not imported
         found[name] = getattr(sys.modules.get(name), "__version__", None)
-    # The whole commit, and "-dirty" if files were changed since.
+    # The full commit hash, with "-dirty" if files have changed since.
     git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
     with suppress(OSError):  # git may not be installed
         done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -557,12 +560,12 @@ def provenance() -> dict:
 
 
 def replace_file(path, write):
-    """Let write(path) make a file. At any moment, the old file or the new one is there, whole."""
+    """Replace a file atomically: path always holds the whole old file or the whole new one."""
     temporary = path.with_suffix(".tmp")
     try:
         write(temporary)
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # a full disk is PyTorch's RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         temporary.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}") from error
 
@@ -601,35 +604,35 @@ class Run(AbstractContextManager):
                 self.wandb = wandb.init(**names, resume="allow", config=config)
                 self.wandb.define_metric("*", step_metric="global_step")
                 self.wandb_id = self.wandb.id
-            except Exception as error:  # no such package, no login, a forbidden name
+            except Exception as error:  # not installed, not logged in, or an invalid name
                 if not saved:
                     shutil.rmtree(folder)
                 fail(f"--track: {error}")
         text = json.dumps(config, indent=2) + "\n"
         replace_file(folder / "config.json", lambda path: path.write_text(text))
-        # The rows after the checkpoint are going to be written again. (The file may be shorter, if
-        # somebody has edited it.)
+        # Rows after the checkpoint will be written again. (A file that was edited may be shorter.)
         self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
-        # With a delay, nothing is drawn here, where an error would still end the run.
+        # The delay keeps tqdm from drawing now: only log() survives a stderr that is closed.
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        for worker in multiprocessing.active_children():  # Ctrl-C must not end environments
+        # Ctrl-C reaches the whole process group: move environments that are processes out of it.
+        for worker in multiprocessing.active_children():
             with suppress(AttributeError, OSError):
                 os.setpgid(worker.pid, 0)
-        self.handlers = {}  # those that __exit__ puts back
-        if threading.current_thread() is threading.main_thread():  # others may set none
+        self.handlers = {}  # the old ones; __exit__ restores them
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                number = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignore SIGHUP
+                number = getattr(signal, name, None)  # Windows has no SIGHUP
+                if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.interrupt)
-        self.shown = "no iteration was left to do"
+        self.shown = "no iteration was left to do"  # log() replaces it; __exit__ prints it
         self.row_at = time.perf_counter()
-        self.save_at = 0.0  # at the first iteration's end
+        self.save_at = 0.0  # the first save is due after the first iteration
 
     def interrupt(self, number, frame):
         self.interrupted = True
         signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
-        with suppress(OSError):
+        with suppress(OSError):  # os.write, because print is not safe in a signal handler
             os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
     def add_rewards(self, reward, game_over):
@@ -639,7 +642,7 @@ class Run(AbstractContextManager):
         self.score[game_over] = 0
 
     def check_finite(self, network):
-        """End the run, and keep its last checkpoint, if learning has failed."""
+        """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
                 fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
@@ -681,7 +684,7 @@ class Run(AbstractContextManager):
         self.save_at = time.perf_counter() + self.args.checkpoint_every
 
     def __exit__(self, *error):
-        """Undo what __init__ did, also when training ends with an exception."""
+        """Undo what __init__ did, even if training ended with an exception."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         with suppress(OSError):
@@ -690,7 +693,7 @@ class Run(AbstractContextManager):
             self.bar.close()
         if self.wandb:
             self.wandb.finish()
-        if not (self.folder / "checkpoint.pt").exists():  # nothing to continue from
+        if not (self.folder / "checkpoint.pt").exists():  # nothing to resume
             shutil.rmtree(self.folder)
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
@@ -700,12 +703,12 @@ class Run(AbstractContextManager):
 
 
 def launch(Args=Args, **parts):
-    """The command line. Parts are those of main: make_envs, a network class, rollout_length."""
+    """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # it may have been closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # None if it was closed
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # not all consoles have Greek letters
+            stream.reconfigure(errors="replace")  # not every console can print Greek letters
     args = tyro.cli(Args)
     if args.resume is not None:
         try:
@@ -715,12 +718,12 @@ def launch(Args=Args, **parts):
             defaults = Args(**config["args"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
-        args = tyro.cli(Args, default=defaults)  # the command line again, over the run's arguments
+        args = tyro.cli(Args, default=defaults)  # again: options given now override the run's
     try:
         main(args, **parts)
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise  # a bug; but PyTorch says in this way, too, that memory is short
+            raise  # a bug. (PyTorch also raises RuntimeError when memory runs out.)
         fail(f"{type(error).__name__}: {error}", 1)
 
 

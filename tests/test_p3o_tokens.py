@@ -1,52 +1,80 @@
 """p3o_tokens.py: the task, the model, one update computed twice, stale data, and its files."""
 
 import copy
-import functools
 import json
 import math
 import random
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, column, load, rows, same_weights, start, wait_for
+import torch.nn.functional as F
+from helpers import (
+    ROOT,
+    column,
+    config,
+    contents,
+    end_of,
+    load,
+    rows,
+    same_weights,
+    start,
+    wait_for,
+)
 from torch.distributions import Categorical, kl_divergence
 
 import p3o_tokens
 from p3o_tokens import ANSWER, END, PROMPT, VOCABULARY, CausalTransformer
+
+TOKENS_RUN = ROOT / "tests" / "tokens_run.py"
 
 
 def decode(tokens):
     return ["".join(VOCABULARY[i] for i in row) for row in tokens.tolist()]
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """train(**arguments) runs p3o_tokens.py with a tiny transformer and returns its folder."""
-    count = iter(range(100))
-    tiny = functools.partial(CausalTransformer, width=16, heads=2, layers=1)
-    monkeypatch.setattr(p3o_tokens, "CausalTransformer", tiny)
+def solutions(prompts, off_by_one=()):
+    """The right answers (N, ANSWER) to prompts (N, PROMPT); but one too much in some rows."""
+    answers = []
+    for i, problem in enumerate(decode(prompts)):
+        a, b = problem.rstrip("=").split("+")
+        answer = str(int(a) + int(b) + (i in off_by_one))[::-1]
+        answers.append([VOCABULARY.index(digit) for digit in answer.ljust(ANSWER, "\n")])
+    return torch.tensor(answers)
 
-    def run(iterations=1, **arguments):
+
+class Tiny(CausalTransformer):
+    def __init__(self):
+        super().__init__(width=16, heads=2, layers=1)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """train(iterations, part, **arguments) runs p3o_tokens.py and returns the run's folder."""
+    count = iter(range(100))
+
+    def run(iterations=1, network=Tiny, **arguments):
         defaults = {"supervised_updates": 2, "group_size": 4, "num_problems": 8}
         defaults |= {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
         defaults |= {"total_timesteps": 32 * iterations, "eval_frequency": 1000}
-        return p3o_tokens.main(p3o_tokens.Args(**(defaults | arguments)))
+        args = p3o_tokens.Args(**(defaults | arguments))
+        return p3o_tokens.main(args, CausalTransformer=network)
 
     return run
 
 
 @pytest.fixture
 def launch(monkeypatch, capsys):
-    """launch(*arguments) is the command line in this process; returns the status and stderr."""
+    """launch(*arguments, **parts) is the command line in this process: (status, stderr)."""
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["p3o_tokens.py", *map(str, arguments)])
+    def run(*arguments, **parts):
+        monkeypatch.setattr(sys, "argv", [p3o_tokens.SCRIPT, *map(str, arguments)])
         capsys.readouterr()
         status = 0
         try:
-            p3o_tokens.launch()
+            p3o_tokens.launch(**({"CausalTransformer": Tiny} | parts))
         except SystemExit as ended:
             status = ended.code
         return status, capsys.readouterr().err
@@ -165,76 +193,107 @@ def loss_of(args, network, prompts, answers, log_behavior, rewards):
 
 @pytest.fixture
 def guessing(monkeypatch):
-    """A random start, and END at once as right answer: some of a group's answers earn 1."""
-    seen = {"batches": []}
+    """A part that guesses, so that some answers of a group earn 1; and what it does in a run.
 
-    def begin(network, args):
-        for weight in network.tokens.weight, network.positions.weight, network.head.weight:
-            torch.nn.init.normal_(weight, std=0.4)
-        torch.nn.init.constant_(network.head.bias[END], 2)
-        seen["network"] = network
-        seen["before"] = copy.deepcopy(network)
+    Its weights are random, and its logits lean to the right answers. The imitation must be over
+    after one update: the learning rate of this one is 0.
+    """
+    seen = SimpleNamespace(calls=[], draws=[])
 
-    def watched(network, prompts, temperature, write=p3o_tokens.write_answers):
-        answers, log_pi = write(network, prompts, temperature)
-        if len(prompts) < 256:  # the others are the exam
-            weights = copy.deepcopy(network.state_dict())
-            seen["batches"].append((weights, prompts, answers, log_pi))
-        return answers, log_pi
+    class Guessing(Tiny):
+        def __init__(self):
+            super().__init__()
+            for weight in self.tokens.weight, self.positions.weight, self.head.weight:
+                torch.nn.init.normal_(weight, std=0.4)
+            seen.network, seen.before = self, copy.deepcopy(self)
 
-    def end_at_once(problems, totals, encode=p3o_tokens.encode):
-        prompts, answers = encode(problems, totals)
-        return prompts, torch.full_like(answers, END)
+        def forward(self, tokens):
+            call = SimpleNamespace(tokens=tokens.clone(), training=self.training)
+            call.weights = copy.deepcopy(self.state_dict())
+            call.learns = torch.is_grad_enabled()
+            call.in_bfloat16 = torch.is_autocast_enabled("cpu")
+            seen.calls.append(call)
+            right = F.one_hot(solutions(tokens[:, :PROMPT]), len(VOCABULARY))
+            leaning = F.pad(right, (0, 0, PROMPT - 1, 0))[:, : tokens.shape[1]]
+            return super().forward(tokens) + 5.0 * leaning
 
-    monkeypatch.setattr(p3o_tokens, "imitate_teacher", begin)
-    monkeypatch.setattr(p3o_tokens, "write_answers", watched)
-    monkeypatch.setattr(p3o_tokens, "encode", end_at_once)
+    def recorded(probabilities, count, multinomial=torch.Tensor.multinomial):
+        tokens = multinomial(probabilities, count)
+        if len(tokens) < 256:  # the others are the exam
+            seen.draws.append((seen.calls[-1], tokens))
+        return tokens
+
+    monkeypatch.setattr(torch.Tensor, "multinomial", recorded)
+    seen.part = Guessing
     return seen
+
+
+def batches(seen, temperature=1.0):
+    """The batches as they should be: sampler's weights, prompts, answers, log π_b, and rewards."""
+    found = []
+    for first in range(0, len(seen.draws), ANSWER):
+        calls, tokens = zip(*seen.draws[first : first + ANSWER], strict=True)
+        prompts, drawn = calls[0].tokens[:, :PROMPT], torch.cat(tokens, 1)
+        sampler = copy.deepcopy(seen.before)
+        sampler.load_state_dict(calls[0].weights)
+        with torch.no_grad():
+            logits = sampler(torch.cat([prompts, drawn], 1))[:, PROMPT - 1 : -1]
+        answers = []
+        for answer in drawn.tolist():
+            length = answer.index(END) if END in answer else ANSWER
+            answers.append(answer[:length] + [END] * (ANSWER - length))
+        batch = SimpleNamespace(weights=calls[0].weights, prompts=prompts)
+        batch.answers = torch.tensor(answers)
+        batch.log_pi = (logits / temperature).log_softmax(-1)
+        batch.rewards = (batch.answers == solutions(prompts)).all(1).float()
+        found.append(batch)
+    return found
 
 
 @pytest.mark.parametrize("noise", ["none", "temperature"])
 @pytest.mark.parametrize("loss", ["p3o", "ppo", "grpo"])
 def test_an_update_computed_twice(train, guessing, loss, noise):
     """Guards all between the answers and the gradient: rewards, groups, mask, loss, its mean."""
-    folder = train(loss=loss, behavior_noise=noise, max_grad_norm=1e9)
-    args = p3o_tokens.Args(**load(folder)["args"])
-    ((_, *batch),) = guessing["batches"]
-    rewards = (batch[1][:, 0] == END).float()
-    assert 0.1 < rewards.mean() < 0.9
-    expected, e = loss_of(args, guessing["before"], *batch, rewards)
+    arguments = {"loss": loss, "behavior_noise": noise, "max_grad_norm": 1e9}
+    folder = train(1, guessing.part, supervised_updates=1, **arguments)
+    args = p3o_tokens.Args(**config(folder)["args"])
+    (batch,) = batches(guessing, 1.3 if noise == "temperature" else 1)
+    assert 0.1 < batch.rewards.mean() < 0.9
+    lengths = p3o_tokens.valid_tokens(batch.answers).sum(1)
+    assert lengths.min() < lengths.max() == ANSWER
+    answered = batch.prompts, batch.answers, batch.log_pi, batch.rewards
+    expected, e = loss_of(args, guessing.before, *answered)
+    guessing.before.zero_grad()
     expected.backward()
     (row,) = rows(folder / "metrics.csv")
-    assert float(row["charts/reward"]) == rewards.mean().item()
+    assert float(row["charts/reward"]) == batch.rewards.mean().item()
+    assert float(row["charts/episodic_return"]) == pytest.approx(batch.rewards.mean().item())
     assert float(row["p3o/ess"]) == pytest.approx(e, abs=1e-5)
     assert (e > 0.999) == (noise == "none")
     assert float(row["losses/policy_loss"]) == pytest.approx(expected.item(), rel=1e-3, abs=1e-6)
-    for ours, slow in zip(
-        guessing["network"].parameters(), guessing["before"].parameters(), strict=True
-    ):
+    for ours, slow in zip(guessing.network.parameters(), guessing.before.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, slow.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_an_answer_earns_1_if_it_is_the_sum(train, monkeypatch):
-    """Guards the reward and both accuracies: right but for each fourth answer, off by one there."""
+class Calculator(Tiny):
+    """Answers rightly, but for each fourth problem, where it is off by one."""
 
-    def calculate(network, prompts, temperature):
-        answers = []
-        for i, problem in enumerate(decode(prompts)):
-            a, b = problem.rstrip("=").split("+")
-            total = int(a) + int(b) + (i % 4 == 0)
-            answers.append([VOCABULARY.index(digit) for digit in f"{str(total)[::-1]:\n<{ANSWER}}"])
-        log_pi = torch.zeros(len(answers), ANSWER, len(VOCABULARY)).log_softmax(-1)
-        return torch.tensor(answers), log_pi
+    def forward(self, tokens):
+        prompts = tokens[:, :PROMPT]
+        answers = F.one_hot(solutions(prompts, range(0, len(prompts), 4)), len(VOCABULARY))
+        return super().forward(tokens) + 100.0 * F.pad(answers, (0, 0, PROMPT - 1, 0))[:, :-1]
 
-    monkeypatch.setattr(p3o_tokens, "write_answers", calculate)
-    (row,) = rows(train() / "metrics.csv")
-    for name in "reward", "greedy_accuracy", "sampled_accuracy":
+
+def test_an_answer_earns_1_if_it_is_the_sum(train):
+    """Guards the reward and both accuracies."""
+    (row,) = rows(train(1, Calculator) / "metrics.csv")
+    for name in "reward", "greedy_accuracy", "sampled_accuracy", "episodic_return":
         assert float(row[f"charts/{name}"]) == 0.75
 
 
 def test_fresh_data_is_on_policy_to_the_bit(train, guessing):
     """Guards ρ = 1 where sampler and learner are one: e_B = 1, no pull, nothing capped."""
-    folder = train(4)
+    folder = train(4, guessing.part)
     for name, value in {"p3o/ess": 1, "p3o/kl_weight": 0, "p3o/kl": 0, "p3o/capped": 0}.items():
         assert column(folder / "metrics.csv", name) == [value] * 4
     assert column(folder / "metrics.csv", "ppo/clipped") == [0] * 4
@@ -242,28 +301,52 @@ def test_fresh_data_is_on_policy_to_the_bit(train, guessing):
 
 def test_a_sampler_in_bfloat16_is_another_policy(train, guessing):
     """Guards --behavior-noise bfloat16: slightly off, and only the sampler is."""
-    folder = train(2, behavior_noise="bfloat16")
+    folder = train(2, guessing.part, behavior_noise="bfloat16", adapt_frequency=1)
     assert 0.99 < min(column(folder / "metrics.csv", "p3o/ess")) < 1
-    _, _, _, log_pi = guessing["batches"][0]
-    assert log_pi.dtype == torch.float32
+    samplers = [call for call, _ in guessing.draws]
+    assert samplers and all(call.in_bfloat16 for call in samplers)
+    others = [call for call in guessing.calls if not any(call is other for other in samplers)]
+    assert others and not any(call.in_bfloat16 for call in others)
     weights = load(folder)["network"].values()
     assert all(weight.dtype == torch.float32 for weight in weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, log_pi = p3o_tokens.write_answers(Tiny(), others[0].tokens[:, :PROMPT], 1.0)
+    assert log_pi.dtype == torch.float32
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_answers_come_from_the_policy_of_lag_updates_ago(train, guessing, lag):
     """Guards --lag: the sampler's weights are those that learning had then, or the first ones."""
-    train(7, lag=lag, learning_rate=1e-2)
-    sampled_with = [weights for weights, *_ in guessing["batches"]]
-    learned = []
-    for iteration in range(7):
-        guessing["batches"].clear()
-        train(iteration + 1, learning_rate=1e-2, lag=lag)
-        learned.append(copy.deepcopy(guessing["network"].state_dict()))
-    before = [guessing["before"].state_dict(), *learned]
+    arguments = {"lag": lag, "learning_rate": 1e-2, "supervised_updates": 1}
+    train(7, guessing.part, **arguments)
+    sampled_with = [batch.weights for batch in batches(guessing)]
+    learned = [guessing.before.state_dict()]
+    for iterations in range(1, 8):
+        learned.append(load(train(iterations, guessing.part, **arguments))["network"])
+    assert len(sampled_with) == 7
     for iteration, weights in enumerate(sampled_with):
-        assert same_weights(weights, before[max(iteration - lag, 0)])
-    assert not same_weights(before[0], before[1])
+        assert same_weights(weights, learned[max(iteration - lag, 0)])
+    assert not same_weights(learned[0], learned[1])
+
+
+def test_networks_learn_in_train_mode_and_do_all_else_in_eval_mode(train, guessing):
+    """Guards networks with dropout: their answers, the exam, and the KL of an update."""
+    train(3, guessing.part, lag=1, adapt_frequency=1, eval_frequency=1)
+    assert len(guessing.calls) > 3 * (ANSWER + 3)
+    assert all(call.learns == call.training for call in guessing.calls)
+
+
+class WithDropout(Tiny):
+    def forward(self, tokens):
+        return F.dropout(super().forward(tokens), 0.5, self.training)
+
+
+def test_the_kl_is_not_of_dropout(train):
+    """Guards δ: an update that changes nothing has none, whatever the learning pass drops."""
+    folder = train(3, WithDropout, adapt_frequency=1, learning_rate=1e-9)
+    kls = column(folder / "metrics.csv", "abs/kl_divergence")
+    assert len(kls) == 3 and max(map(abs, kls)) < 1e-7
+    assert min(column(folder / "metrics.csv", "p3o/ess")) < 1  # the learning pass did drop
 
 
 # --- ABS ---
@@ -271,7 +354,8 @@ def test_answers_come_from_the_policy_of_lag_updates_ago(train, guessing, lag):
 
 def test_the_number_of_problems_follows_the_kl(train, guessing):
     """Guards --adapt-batch: L of the next batch is Eq. 4's of the KL measured, smoothed."""
-    folder = train(20, adapt_batch=True, adapt_frequency=2, problems_min=4, problems_max=16)
+    arguments = {"adapt_batch": True, "adapt_frequency": 2, "problems_min": 4, "problems_max": 16}
+    folder = train(20, guessing.part, **arguments)
     table = rows(folder / "metrics.csv")
     length = 8.0
     for row in table:
@@ -287,20 +371,44 @@ def test_the_number_of_problems_follows_the_kl(train, guessing):
     assert not p3o_tokens.Args().adapt_batch
 
 
+def test_a_schedule_of_ones_own(train, tmp_path):
+    """Guards the part rollout_length, and batches that stay without --adapt-batch."""
+    lengths = iter([3, 9, 5, 5])
+    args = p3o_tokens.Args(
+        supervised_updates=1,
+        group_size=4,
+        num_problems=8,
+        total_timesteps=4 * (8 + 3 + 9),
+        adapt_frequency=1,
+        adapt_batch=True,
+        problems_min=1,
+        runs_dir=str(tmp_path),
+        run_name="mine",
+    )
+    rule = lambda divergence, length, **limits: next(lengths)  # noqa: E731
+    folder = p3o_tokens.main(args, CausalTransformer=Tiny, rollout_length=rule)
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [8, 3, 9]
+    fixed = train(3, adapt_frequency=1)
+    assert len(column(fixed / "metrics.csv", "abs/kl_divergence")) == 3
+    assert column(fixed / "metrics.csv", "abs/rollout_length", int) == [8, 8, 8]
+
+
 def test_the_kl_is_that_of_one_update(train, guessing):
     """Guards what drives L: KL( π_θold ‖ π_θ ), averaged over the valid tokens of the batch."""
-    folder = train(1, adapt_frequency=1)
-    ((_, prompts, answers, _),) = guessing["batches"]
-    sequences = torch.cat([prompts, answers], 1)
-    total = []
-    for i, t in p3o_tokens.valid_tokens(answers).nonzero().tolist():
+    folder = train(1, guessing.part, adapt_frequency=1, supervised_updates=1)
+    (batch,) = batches(guessing)
+    sequences = torch.cat([batch.prompts, batch.answers], 1)
+    total, reverse = [], []
+    for i, t in p3o_tokens.valid_tokens(batch.answers).nonzero().tolist():
         old, new = (
             Categorical(logits=network(sequences[i : i + 1, : PROMPT + t])[0, -1])
-            for network in (guessing["before"], guessing["network"])
+            for network in (guessing.before, guessing.network)
         )
         total.append(kl_divergence(old, new).item())
+        reverse.append(kl_divergence(new, old).item())
     (measured,) = column(folder / "metrics.csv", "abs/kl_divergence")
     assert measured == pytest.approx(sum(total) / len(total), rel=1e-3)
+    assert abs(sum(reverse) / sum(total) - 1) > 0.01
 
 
 # --- Files, resuming, bad input ---
@@ -325,17 +433,18 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, launch, guessing):
     """Guards --resume: weights, Adam's state, the earlier policies, L_adapt, and the tables."""
     arguments = {"lag": 2, "adapt_batch": True, "adapt_frequency": 1, "eval_frequency": 1}
     arguments |= {"problems_min": 4, "problems_max": 16, "learning_rate": 1e-2}
-    whole = train(12, **arguments)
-    stopped = train(5, **arguments)
-    status, errors = launch("--resume", stopped, "--total-timesteps", 32 * 12)
+    whole = train(12, guessing.part, **arguments)
+    stopped = train(5, guessing.part, **arguments)
+    further = ["--total-timesteps", 32 * 12]
+    status, errors = launch("--resume", stopped, *further, CausalTransformer=guessing.part)
     assert status == 0, errors
     assert without_clock(stopped) == without_clock(whole)
     one, other = load(whole), load(stopped)
     assert same_weights(one["network"], other["network"])
     assert same_weights(one["policies"], other["policies"])
     assert one["adaptive_length"] == other["adaptive_length"] != 8
-    config = json.loads((stopped / "config.json").read_text())
-    assert config["args_before"]["total_timesteps"] == 160
+    assert one["scores"] == other["scores"] and 0 < sum(one["scores"]) < 100
+    assert config(stopped)["args"]["total_timesteps"] == 32 * 12
 
 
 def test_a_resumed_run_takes_the_batch_that_it_is_given(train, launch):
@@ -348,54 +457,64 @@ def test_a_resumed_run_takes_the_batch_that_it_is_given(train, launch):
     assert lengths == ["8", "8", "5", "5"]
 
 
-def test_killed_and_resumed_it_gives_the_same_numbers(tmp_path):
+SMALL = ["--supervised-updates", 2, "--group-size", 2, "--num-problems", 4, "--lag", 1]
+SMALL += ["--eval-frequency", 10**6, "--total-timesteps", 200, "--checkpoint-every", 1e-6]
+SMALL += ["--behavior-noise", "temperature"]  # e_B < 1: so weights move without a reward
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A process that has saved ten iterations, and waits in the eleventh; and the file to unlink."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    command = [TOKENS_RUN, *SMALL, "--runs-dir", tmp_path, "--run-name", "held"]
+    process = start(*command, env={"HOLD": str(hold)})
+    wait_for((tmp_path / "hold.reached").exists, process)
+    assert load(tmp_path / "held")["iteration"] == 10
+    return process, hold
+
+
+def test_killed_and_resumed_it_gives_the_same_numbers(tmp_path, held):
     """Guards runs against kill -9, as processes."""
-    script = ROOT / "p3o_tokens.py"
-    small = ["--supervised-updates", 2, "--group-size", 2, "--num-problems", 4, "--lag", 1]
-    small += ["--eval-frequency", 10**6, "--total-timesteps", 800, "--runs-dir", tmp_path]
-    small += ["--behavior-noise", "temperature"]  # e_B < 1: so weights move without a reward
-    whole = start(script, *small, "--run-name", "whole")
-    killed = start(script, *small, "--run-name", "killed", "--checkpoint-every", 1e-6)
-    checkpoint = tmp_path / "killed" / "checkpoint.pt"
-    wait_for(lambda: checkpoint.exists() and load(tmp_path / "killed")["iteration"] > 9, killed)
-    killed.kill()
-    killed.communicate()
-    reached = load(tmp_path / "killed")["iteration"]
-    resumed = start(script, "--resume", tmp_path / "killed")
-    for process in (whole, resumed):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    assert 9 < reached < 100
-    assert without_clock(tmp_path / "killed") == without_clock(tmp_path / "whole")
-    ends = [load(tmp_path / name)["network"] for name in ("whole", "killed")]
+    process, _ = held
+    process.kill()
+    process.communicate()
+    end_of(start(TOKENS_RUN, "--resume", tmp_path / "held"))
+    end_of(start(TOKENS_RUN, *SMALL, "--runs-dir", tmp_path, "--run-name", "whole"))
+    assert without_clock(tmp_path / "held") == without_clock(tmp_path / "whole")
+    ends = [load(tmp_path / name)["network"] for name in ("whole", "held")]
     assert same_weights(*ends)
     assert min(column(tmp_path / "whole" / "metrics.csv", "losses/grad_norm")) > 0
 
 
-def test_ctrl_c_saves_and_ends(tmp_path):
-    """Guards SIGINT during training."""
-    small = ["--supervised-updates", 2, "--group-size", 2, "--num-problems", 4]
-    small += ["--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 1e-6]
-    process = start(ROOT / "p3o_tokens.py", *small)
-    wait_for((tmp_path / "run" / "checkpoint.pt").exists, process)
+def test_ctrl_c_saves_and_ends(tmp_path, held):
+    """Guards SIGINT during training, and what follows it."""
+    process, hold = held
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert load(tmp_path / "run")["global_step"] == 8 * len(rows(tmp_path / "run" / "metrics.csv"))
+    hold.unlink()
+    _, errors = end_of(process)
+    assert "finishing the iteration" in errors and "stopped after 88 steps" in errors
+    assert "--resume" in errors and "tools/" not in errors
+    assert load(tmp_path / "held")["iteration"] == 11
+    assert column(tmp_path / "held" / "metrics.csv", "global_step", int) == list(range(8, 96, 8))
+    end_of(start(TOKENS_RUN, "--resume", tmp_path / "held"))
+    assert column(tmp_path / "held" / "metrics.csv", "global_step", int) == list(range(8, 208, 8))
 
 
-def test_nan_stops_it(train, launch, guessing, monkeypatch):
+class Broken(Tiny):
+    """Its gradient is not finite."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * (math.nan if self.training else 1)
+
+
+def test_nan_stops_it(train, launch):
     """Guards the last good checkpoint: a broken update is not saved over it."""
     folder = train(2)
     good = (folder / "checkpoint.pt").read_bytes()
-
-    def broken(*args, p3o_loss=p3o_tokens.p3o_loss):
-        loss, *rest = p3o_loss(*args)
-        return loss * math.nan, *rest
-
-    monkeypatch.setattr(p3o_tokens, "p3o_loss", broken)
-    status, errors = launch("--resume", folder, "--total-timesteps", 320)
-    assert status == 1 and "not finite" in errors
+    further = ["--total-timesteps", 320]
+    status, errors = launch("--resume", folder, *further, CausalTransformer=Broken)
+    assert status == 1 and "no longer finite" in errors
     assert (folder / "checkpoint.pt").read_bytes() == good
 
 
@@ -410,6 +529,7 @@ def test_nan_stops_it(train, launch, guessing, monkeypatch):
         ["--temperature", 0],
         ["--delta-min", 1, "--delta-max", 0.5],
         ["--adapt-batch", "--num-problems", 3],
+        ["--problems-max", 15],  # below --problems-min, which counts without --adapt-batch, too
         ["--resume", "nothing"],
     ],
     ids=lambda arguments: arguments[-2],
@@ -417,23 +537,34 @@ def test_nan_stops_it(train, launch, guessing, monkeypatch):
 def test_bad_input_is_refused(launch, tmp_path, monkeypatch, arguments):
     """Guards users: status 2 and one line that names the option, before any work."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(p3o_tokens, "imitate_teacher", None)
-    status, errors = launch(*arguments)
+    status, errors = launch(*arguments, CausalTransformer=None)
     (line,) = errors.splitlines()
     assert status == 2
     assert any(str(word) in line for word in arguments if str(word).startswith("--"))
+    assert contents(tmp_path) == {}
 
 
 def test_a_name_that_is_taken_is_refused(train, launch, tmp_path):
     """Guards an earlier run from a second one with its name."""
     train(run_name="mine")
+    before = contents(tmp_path)
     status, errors = launch("--runs-dir", tmp_path, "--run-name", "mine")
     assert status == 2 and "mine" in errors
+    assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "name", "network policies optimizer global_step adaptive_length seconds metrics_size".split()
-)
+def test_a_run_of_another_script_is_refused(train, launch):
+    """Guards --resume: config.json says whose run it is."""
+    folder = train()
+    text = (folder / "config.json").read_text()
+    assert json.loads(text)["script"] == p3o_tokens.SCRIPT
+    (folder / "config.json").write_text(text.replace(p3o_tokens.SCRIPT, "p3o_abs.py"))
+    status, errors = launch("--resume", folder)
+    (line,) = errors.splitlines()
+    assert status == 2 and "made by p3o_abs.py" in line
+
+
+@pytest.mark.parametrize("name", ["network", "policies", "optimizer"])
 def test_a_checkpoint_with_wrong_contents_is_refused(train, launch, name):
     """Guards a damaged run: one line."""
     folder = train()
@@ -441,20 +572,29 @@ def test_a_checkpoint_with_wrong_contents_is_refused(train, launch, name):
     checkpoint[name] = "text"
     torch.save(checkpoint, folder / "checkpoint.pt")
     status, errors = launch("--resume", folder)
-    assert status == 2 and "no checkpoint" in errors
+    (line,) = errors.splitlines()
+    assert status == 2 and "no checkpoint" in line
+
+
+def test_another_lag_than_the_checkpoints_is_refused(train, launch):
+    """Guards --lag beside --resume: the policies in between were not saved."""
+    folder = train(lag=2)
+    status, errors = launch("--resume", folder, "--lag", 3)
+    (line,) = errors.splitlines()
+    assert status == 2 and "no checkpoint" in line
 
 
 def test_wandb_gets_the_rows(train, monkeypatch):
-    """Guards --track: the numbers of metrics.csv, at their steps, without empty cells."""
+    """Guards --track: the numbers of metrics.csv, without empty cells."""
     sent = []
-    monkeypatch.setattr(p3o_tokens.wandb, "init", lambda **options: None)
-    monkeypatch.setattr(p3o_tokens.wandb, "log", lambda row, step: sent.append((step, row)))
+    run = SimpleNamespace(id="one", define_metric=lambda *names, **options: None, log=sent.append)
+    run.finish = lambda: None
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
     folder = train(3, track=True)
     expected = []
     for row in rows(folder / "metrics.csv"):
-        numbers = {name: float(cell) for name, cell in row.items() if cell}
-        expected.append((int(row["global_step"]), numbers))
-    assert sent == expected
+        expected.append({name: float(cell) for name, cell in row.items() if cell})
+    assert sent == expected and len(sent) == 3
 
 
 @pytest.mark.slow

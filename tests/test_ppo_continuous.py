@@ -626,21 +626,22 @@ def test_environments_that_draw_elsewhere_are_seeded(train, draw):
     assert not np.array_equal(stacked(first.steps, "obs"), stacked(other.steps, "obs"))
 
 
-class NotFinite(ToyEnvs):
-    """In the third rollout, an observation is not finite; with last, only an episode's last one."""
-
-    last = False
+class FirstNotFinite(ToyEnvs):
+    """In the third rollout, the first observation of an episode is not finite."""
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = super().step(actions)
-        if len(self.steps) > 14 and (self.steps[-1].over[1] or not self.last):
-            spoiled = info["final_obs"] if self.last else obs
-            spoiled[1, 2] = np.inf if self.last else np.nan
+        if len(self.steps) > 14 and self.steps[-1].over[1]:
+            self.spoil(obs, info["final_obs"])
         return obs, reward, terminated, truncated, info
 
+    def spoil(self, obs, final_obs):
+        obs[1, 2] = np.nan
 
-class LastNotFinite(NotFinite):
-    last = True
+
+class LastNotFinite(FirstNotFinite):
+    def spoil(self, obs, final_obs):
+        final_obs[1, 2] = np.inf
 
 
 class Spoiled(script.ActorCritic):
@@ -655,21 +656,21 @@ class Spoiled(script.ActorCritic):
 
 
 @pytest.mark.parametrize(
-    "envs, network",
+    "envs, network, words",
     [
-        (NotFinite, script.ActorCritic),
-        (LastNotFinite, script.ActorCritic),
-        (ToyEnvs, Spoiled),
+        (FirstNotFinite, script.ActorCritic, "an observation that is not finite"),
+        (LastNotFinite, script.ActorCritic, "an observation that is not finite"),
+        (ToyEnvs, Spoiled, "no longer finite"),
     ],
 )
-def test_what_is_not_finite_ends_the_run(train, tmp_path, capsys, envs, network):
+def test_what_is_not_finite_ends_the_run(train, tmp_path, capsys, envs, network, words):
     """Guards the user and the last checkpoint: one line, and status 1."""
     with pytest.raises(SystemExit) as error:
         train(envs(3, truncate=0.5), network, checkpoint_every=1e-9)
     assert error.value.code == 1
     lines = capsys.readouterr().err.splitlines()
     (line,) = (line for line in lines if line.startswith(f"{script.SCRIPT}: "))
-    assert "finite" in line
+    assert words in line
     saved = load(tmp_path / "run0")
     assert saved["global_step"] == 42
     assert all(weights.isfinite().all() for weights in saved["network"].values())

@@ -84,15 +84,8 @@ def test_sync_from_the_command_line(tmp_path):
 
 # --- Shape: a tutorial is read line by line ---
 
-LINES_BELOW = {  # the banner after which nothing is about the algorithm
-    "pqn_abs.py": 256,
-    "pqn_abs_xl.py": 283,
-    "gns_baseline.py": 257,
-    "ppo_abs.py": 259,
-    "ppo_abs_continuous.py": 258,
-    "p3o_abs.py": 259,
-    "p3o_tokens.py": 257,
-}
+LINES_BELOW = 262  # the banner after which nothing is about the algorithm
+LINES_BELOW_XL = 290  # pqn_abs_xl.py speaks for several processes
 LIMITS = {
     "longest line": 100,
     "tokens a code line": 9.5,
@@ -146,7 +139,8 @@ def test_shape(script):
     over = {name: most for name, most in shape(SCRIPTS[script]).items() if most > LIMITS[name]}
     assert over == {}
     _, below = SCRIPTS[script].split("\n# --- From here on: ")
-    assert len(below.splitlines()) <= LINES_BELOW[script]
+    most = LINES_BELOW_XL if script == "pqn_abs_xl.py" else LINES_BELOW
+    assert len(below.splitlines()) <= most
 
 
 # --- Requirements, README ---

@@ -38,11 +38,13 @@ for game, target in TARGETS:
     print(f"| {game.title()} {target} | " + " | ".join(cells) + " |")
 
 figure, axes = plot.plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+lines = {}
 for axis, game in zip(axes, ("breakout", "pong"), strict=True):
-    for (program, name), colour in zip(PROGRAMS.items(), plot.COLOURS, strict=False):
-        for seed, rows in enumerate(curves(program, game)):
-            label = name if seed == 0 else None
-            axis.plot([row[0] for row in rows], [row[2] for row in rows], color=colour, label=label)
-    axis.set(title=game.title(), xlabel="minutes on one core", ylabel="mean of the last 100 games")
-figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-figure.savefig(HERE / "figure.png", dpi=150)
+    for i, (program, name) in enumerate(PROGRAMS.items()):
+        for rows in curves(program, game):
+            minutes, _, scores = zip(*rows, strict=True)
+            (lines[name],) = axis.plot(minutes, scores, **plot.style(i, len(rows)))
+    axis.set(title=game.title(), xlabel="Time on one core (minutes)")
+    axis.set(ylabel="Mean of the last 100 games\n(points)")
+plot.legend(figure, lines)
+plot.save(figure, HERE / "figure.png")

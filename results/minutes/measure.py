@@ -2,9 +2,10 @@
 
 python measure.py TARGET OUT.csv GAMES command...
 
-GAMES is the file that the games appear in: runs/<run>/episodes.csv, or OUT.log, which takes what
-the command prints, for CleanRL's lines "global_step=8192, episodic_return=2.0". OUT.csv gets a row
-every half minute and a last one when the score is TARGET; then the command is stopped.
+GAMES is the file that the games appear in: for pqn_abs.py runs/<run>/episodes.csv, which it wrote
+until commit 02a7483; for CleanRL OUT.log, which takes what the command prints, such as
+"global_step=8192, episodic_return=2.0". OUT.csv gets a row every half minute and a last one when
+the score is TARGET; then the command is stopped.
 """
 
 import re

@@ -9,11 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tools import plot
 
 HERE = Path(__file__).parent
 CONDITIONS = {
@@ -24,12 +23,12 @@ CONDITIONS = {
     "temperature2": "sampler at temperature 2",
     "lag16slow": "16 late, learning rate 3e-4",
 }
-LOSSES = {"p3o": "C0", "ppo": "C1", "grpo": "C2"}
+LOSSES = ("p3o", "ppo", "grpo")
 METRICS = {
-    "charts/greedy_accuracy": "greedy accuracy",
-    "charts/sampled_accuracy": "sampled accuracy",
-    "p3o/ess": "ESS e_B",
-    "p3o/capped": "share with ρ > e_B",
+    "charts/greedy_accuracy": "Greedy accuracy\n(share of problems)",
+    "charts/sampled_accuracy": "Sampled accuracy\n(share of problems)",
+    "p3o/ess": "ESS e_B\n(share of the tokens)",
+    "p3o/capped": "Share of tokens\nwith ρ > e_B",
 }
 
 
@@ -75,13 +74,13 @@ def smoothed(values, width=5):
 
 def draw(path):
     drawn = {name: title for name, title in CONDITIONS.items() if runs_of(name, "p3o")}
-    figure, axes = plt.subplots(
-        len(METRICS), len(drawn), figsize=(2.5 * len(drawn), 9), sharex=True, sharey="row"
-    )
+    layout = {"figsize": (2.5 * len(drawn), 9), "layout": "constrained"}
+    figure, axes = plot.plt.subplots(len(METRICS), len(drawn), sharex=True, sharey="row", **layout)
+    lines = {}
     for axis_column, (condition, title) in zip(axes.T, drawn.items(), strict=True):
         axis_column[0].set_title(title, fontsize=9)
-        axis_column[-1].set_xlabel("answers")
-        for loss, color in LOSSES.items():
+        axis_column[-1].set_xlabel("Answers")
+        for i, loss in enumerate(LOSSES):
             for axis, (metric, label) in zip(axis_column, METRICS.items(), strict=True):
                 curves = []
                 for run in runs_of(condition, loss):
@@ -89,14 +88,14 @@ def draw(path):
                     curves.append(values if metric.startswith("charts") else smoothed(values))
                 if curves:
                     mean, deviation = np.mean(curves, 0), np.std(curves, 0)
-                    axis.plot(steps, mean, color=color, label=loss)
-                    low, high = mean - deviation, mean + deviation
-                    axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+                    look = plot.style(i, len(steps))
+                    (lines[loss],) = axis.plot(steps, mean, **look)
+                    band = mean - deviation, mean + deviation
+                    axis.fill_between(steps, *band, color=look["color"], alpha=0.2, linewidth=0)
                 if axis in axes[:, 0]:
                     axis.set_ylabel(label)
-    axes[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    plot.legend(figure, lines)
+    plot.save(figure, path)
 
 
 def last_mean(folder, name, share=0.2):
