@@ -1,8 +1,7 @@
 """What is watched is the saved agent, in whole games with real scores, and one that is named."""
 
+import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,40 +12,33 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector.utils import batch_space
+from helpers import LIMIT, ROOT, config, end_of, load, start, wait_for
+from test_plot import without
 
 from tools import watch
 
-ROOT = Path(watch.__file__).parents[1]
+TOOL = ROOT / "tools" / "watch.py"
 
 
-def python(*words):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-
-
-def train(folder, example, *words):
+def train_example(folder, example, *words):
     """A tiny run of an example."""
     words = ["--total-timesteps", "1024", "--num-minibatches", "4", *words]
-    script = ROOT / "examples" / example
-    done = python(script, *words, "--runs-dir", folder.parent, "--run-name", folder.name)
-    assert done.returncode == 0, done.stderr
+    words += ["--runs-dir", folder.parent, "--run-name", folder.name]
+    end_of(start(ROOT / "examples" / example, *words))
     return folder
-
-
-@pytest.mark.parametrize("name", ["p3o_abs.py", "annealed.py", "truncation_as_end.py"])
-def test_scripts_are_found_wherever_they_are(name):
-    """Guards runs of the root's scripts and of results/'s, which change one of them."""
-    code = f"import watch; watch.load_script({name!r}).Args().total_timesteps"
-    done = python("-c", f"import sys; sys.path.append({str(ROOT / 'tools')!r}); {code}")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return train(folder, "cartpole_abs.py", "--no-adapt-rollout", "--seed", "5")
+    return train_example(folder, "cartpole_abs.py", "--no-adapt-rollout", "--seed", "5")
+
+
+@pytest.fixture(scope="module")
+def minatar_run(tmp_path_factory):
+    pytest.importorskip("minatar")
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return train_example(folder, "minatar_abs.py", "--env-id", "breakout")
 
 
 class Planned:
@@ -54,11 +46,10 @@ class Planned:
 
     fire_action = 2
 
-    def __init__(self, *lengths, life_lost_at=(), life_won_at=()):
+    def __init__(self, *lengths, life_lost_at=(), life_won_at=(), first_action=0):
         self.lengths = np.array(lengths)
         self.num_envs = len(lengths)
-        self.single_action_space = Discrete(4)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.single_action_space = Discrete(4, start=first_action)
         self.life_lost_at = life_lost_at
         self.life_won_at = life_won_at
         self.actions = []
@@ -81,6 +72,7 @@ class Planned:
         ended = self.step_count == self.lengths
         self.step_count[ended] = 0
         rewards = actions + 100.0 * ended
+        actions[:] = 9  # as environments may
         cut = ended & (self.lengths == 7)
         return np.zeros((self.num_envs, 1)), rewards, ended & ~cut, cut, {"lives": self.lives()}
 
@@ -89,72 +81,211 @@ def always(action):
     return lambda observations: np.full(len(observations), action)
 
 
+def play(envs, act, episodes, **options):
+    return watch.play(envs, act, watch.Args(Path(), episodes=episodes), **options)
+
+
 # --- Games ---
 
 
 def test_each_environment_plays_its_share_whatever_ends_first():
     """Taking the games that end first would favour short ones."""
-    scores = watch.play(Planned(2, 7, 3), always(1), watch.Args(Path(), episodes=8))
+    scores = play(Planned(2, 7, 3), always(1), 8)
     assert sorted(scores) == [102] * 3 + [103] * 2 + [107] * 3
 
 
 def test_fire_follows_a_lost_life_and_the_game_goes_on():
     envs = Planned(6, life_lost_at=(2, 5))
-    scores = watch.play(envs, always(0), watch.Args(Path(), episodes=2), fire=True)
+    scores = play(envs, always(0), 2, fire=True)
     assert np.concatenate(envs.actions).tolist() == [0, 0, 2, 0, 0, 2] * 2
     assert scores == [104] * 2
 
 
+def test_fire_is_counted_from_the_first_action():
+    envs = Planned(6, life_lost_at=(2,), first_action=-1)
+    play(envs, always(0), 1, fire=True)
+    assert np.concatenate(envs.actions).tolist() == [0, 0, 1, 0, 0, 0]
+
+
 def test_a_new_game_with_fewer_lives_is_no_lost_life():
     envs = Planned(6, life_won_at=(2,))
-    watch.play(envs, always(0), watch.Args(Path(), episodes=2), fire=True)
+    play(envs, always(0), 2, fire=True)
     assert np.concatenate(envs.actions).tolist() == [0] * 12
 
 
 def test_without_episodic_life_the_policy_presses_fire_itself():
     envs = Planned(6, life_lost_at=(2, 5))
-    watch.play(envs, always(0), watch.Args(Path(), episodes=1))
+    play(envs, always(0), 1)
     assert np.concatenate(envs.actions).tolist() == [0] * 6
 
 
 def test_the_likeliest_action():
-    """Of an actor-critic the logits decide, not the values."""
+    """Of an actor-critic the logits decide, not the values; actions may not start at 0."""
     weights = torch.tensor([[1.0, 2.0, -3.0]])
 
     def actor_critic(observations):
         return observations @ weights, -observations.squeeze(1)
 
-    envs = SimpleNamespace(single_action_space=Discrete(3))
-    act = watch.make_actor(None, None, {}, envs, actor_critic)
-    assert act(np.array([[1], [-1]], np.float32)).tolist() == [1, 2]
+    observations = np.array([[1], [-1]], np.float32)
+    assert watch.make_actor(Discrete(3), actor_critic)(observations).tolist() == [1, 2]
+    assert watch.make_actor(Discrete(3, start=-1), actor_critic)(observations).tolist() == [0, 1]
 
 
 def test_a_continuous_policy_sees_scaled_observations_and_stays_in_its_space():
-    class Normalizer:
-        def __init__(self, envs, gamma):
-            self.observations = self
-
-        def load_state_dict(self, state):
-            self.mean = state
-
-        def scale(self, observations):
-            return (observations - self.mean).astype(np.float32)
-
-    envs = SimpleNamespace(single_action_space=Box(-2, 2, (1,)))
-    script = SimpleNamespace(Normalizer=Normalizer)
-    run = SimpleNamespace(gamma=0.9)
-    act = watch.make_actor(script, run, {"observations": 10}, envs, lambda obs: (obs, None))
+    normalizer = SimpleNamespace(scale=lambda observations: (observations - 10).astype(np.float32))
+    act = watch.make_actor(Box(-2, 2, (1,)), lambda obs: (obs, None), normalizer)
     assert act(np.array([[11.0], [20.0], [9.5]])).tolist() == [[1], [2], [-0.5]]
+
+
+def test_numbers_that_are_not_finite_choose_no_action():
+    act = watch.make_actor(Discrete(3), lambda observations: observations)
+    with pytest.raises(ValueError, match="not finite"):
+        act(np.array([[1, np.nan, 2]]))
+
+
+# --- What it says while it plays ---
+
+
+def lines_of(capsys):
+    """What stands on stderr beside the progress bar."""
+    written = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    return [line for line in written if line.strip() and "step [" not in line]
+
+
+@pytest.mark.parametrize("has_fire", [True, False])
+def test_an_agent_that_waits_is_mentioned_once(has_fire, capsys, monkeypatch):
+    """A greedy Breakout agent that never presses FIRE plays to the time limit."""
+    monkeypatch.setattr(watch, "STUCK", 5)
+    envs = Planned(3, 20, 20)
+    envs.fire_action = 2 * has_fire
+    play(envs, always(0), 3)
+    (line,) = lines_of(capsys)
+    assert "same action and no reward for 5 steps" in line
+    assert line.endswith("waiting for FIRE" if has_fire else "stuck")
+
+
+@pytest.mark.parametrize("reason", ["rewards", "other actions", "short games"])
+def test_an_agent_that_plays_is_not_called_stuck(reason, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "STUCK", 5)
+    alternating = iter([0, 1] * 20)
+    if reason == "rewards":
+        play(Planned(20), always(1), 1)
+    elif reason == "other actions":
+        envs = Planned(20)
+        rewarded = envs.step
+        envs.step = lambda actions: (*rewarded(actions)[:1], np.zeros(1), *rewarded_rest(envs))
+        play(envs, lambda observations: np.array([next(alternating)]), 1)
+    else:
+        play(Planned(4, 5), always(0), 6)
+    assert not lines_of(capsys)
+
+
+def rewarded_rest(envs):
+    """No flags but at the 20th step."""
+    ended = np.array([len(envs.actions) == 20])
+    return ended, np.zeros(1, bool), {}
+
+
+def test_it_does_not_play_in_silence(minatar_run):
+    """The bar is there before the first game has ended, and counts games."""
+    process = start(TOOL, minatar_run, "--episodes", "3")
+    out, error = end_of(process)
+    assert "0step [" in error and "3 of 3 games" in error.splitlines()[-1]
+    assert len(out.splitlines()) == 2
+
+
+# --- Whose game and network ---
+
+PARTS = {
+    "pqn_abs.py": ("pqn_abs", "pqn_abs", "pqn_abs"),
+    "pqn_abs_xl.py": ("pqn_abs_xl", "pqn_abs_xl", "pqn_abs_xl"),
+    "gns_baseline.py": ("gns_baseline", "gns_baseline", "gns_baseline"),
+    "ppo_abs.py": ("ppo_abs", "ppo_abs", "ppo_abs"),
+    "p3o_abs.py": ("p3o_abs", "p3o_abs", "p3o_abs"),
+    "ppo_abs_continuous.py": ("ppo_abs_continuous",) * 3,
+    "author_rules.py": ("author_rules", "pqn_abs", "pqn_abs"),
+    "cartpole_abs.py": ("cartpole_abs",) * 3,
+    "open_loop.py": ("minatar_abs", "open_loop", "minatar_abs"),
+    "truncation_as_end.py": ("ppo_abs_continuous",) * 3,
+}
+
+
+@pytest.mark.parametrize("script", PARTS)
+def test_parts_are_the_scripts_own_or_those_that_it_imports(script, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    parts = watch.find_parts(script)
+    network = parts.get("ActorCritic", parts.get("QNetwork"))
+    names = [part.__module__ for part in (parts["Args"], parts["make_envs"], network)]
+    assert tuple(name.removeprefix("examples.") for name in names) == PARTS[script]
+
+
+TOY = """
+import torch.nn as nn
+from gymnasium.spaces import Discrete
+from helpers import ReusedArrays, SmallNetwork
+import pqn_abs
+
+made = []
+
+
+class Envs(ReusedArrays):
+    def __init__(self, count):
+        super().__init__(count)
+        self.single_action_space = Discrete(4, start=-3)
+
+
+def make_envs(args):
+    made.append(Envs(args.num_envs))
+    return made[-1]
+
+
+class QNetwork(SmallNetwork):
+    def __init__(self, envs):
+        super().__init__(envs)
+        self.dropout = nn.Dropout(0.9)
+
+    def forward(self, frames):
+        return self.dropout(super().forward(frames))
+"""
+
+
+def test_an_example_is_watched_as_it_acts(tmp_path, train, monkeypatch, capsys):
+    """Its own environments and network, without dropout, and Args that it does not define."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(watch, "ROOT", tmp_path)
+    (tmp_path / "pqn_abs.py").touch()  # by this name, its import is recognised
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path / "examples")
+    toy = importlib.import_module("toy")
+    run = train(toy.Envs(4), toy.QNetwork, total_timesteps=500, num_minibatches=2, seed=3)
+    (run / "config.json").write_text(json.dumps(config(run) | {"script": "toy.py"}))
+    watch.main(watch.Args(run, episodes=15))
+    agent, summary = capsys.readouterr().out.splitlines()
+    assert json.loads(agent)["seed"] == 3
+    (envs,) = toy.made
+    assert envs.num_envs == 10
+    network = toy.QNetwork(envs).eval()
+    network.load_state_dict(load(run)["network"])
+    scores, totals = [[] for _ in range(10)], np.zeros(10)
+    for step in envs.steps:
+        greedy = network(torch.tensor(step.obs_then)).argmax(1).numpy()
+        assert step.action.tolist() == (greedy - 3).tolist()
+        totals += step.reward
+        for i in np.flatnonzero(step.over):
+            scores[i].append(totals[i])
+            totals[i] = 0
+    played = [score for i in range(10) for score in scores[i][: 2 if i < 5 else 1]]
+    assert summary.startswith(f"15 games: mean {np.mean(played):.2f}, ")
 
 
 # --- Real runs ---
 
 
-def test_scores_are_those_of_the_saved_network(cartpole, tmp_path):
+def test_scores_are_those_of_the_saved_network(cartpole):
     """The same games, played once more without watch.py."""
-    done = python(ROOT / "tools/watch.py", cartpole, "--episodes", "3")
-    assert done.returncode == 0, done.stderr
-    weights = torch.load(cartpole / "checkpoint.pt", weights_only=True)["network"]
+    out, _ = end_of(start(TOOL, cartpole, "--episodes", "3"))
+    weights = load(cartpole)["network"]
 
     def layer_norm(x, i):
         x = (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
@@ -176,25 +307,22 @@ def test_scores_are_those_of_the_saved_network(cartpole, tmp_path):
             over = terminated or truncated
             steps += 1
         scores.append(steps)
-    agent, summary = done.stdout.splitlines()[-2:]
+    agent, summary = out.splitlines()[-2:]
     expected = {"script": "cartpole_abs.py", "env_id": "CartPole-v1", "seed": 5}
     assert json.loads(agent) == expected | {"global_step": 1024, "adapt_rollout": False}
     spread = f"standard deviation {np.std(scores):.2f}, min {min(scores)}, max {max(scores)}"
     assert summary == f"3 games: mean {np.mean(scores):.2f}, {spread}"
 
 
-def test_a_video_with_its_agent_beside_it(tmp_path):
-    pytest.importorskip("minatar")
-    run = train(tmp_path / "run", "minatar_abs.py", "--env-id", "breakout")
-    done = python(ROOT / "tools/watch.py", run, "--episodes", "1", "--video", tmp_path / "a.gif")
-    assert done.returncode == 0, done.stderr
+def test_a_video_with_its_agent_beside_it(minatar_run, tmp_path):
+    end_of(start(TOOL, minatar_run, "--episodes", "1", "--video", tmp_path / "a.gif"))
     frames = imageio.mimread(tmp_path / "a.gif", memtest=False)
     assert frames[0].shape[:2] == (420, 420)
     assert 3 < len(frames) <= watch.LONGEST
     agent = json.loads((tmp_path / "a.txt").read_text())
     assert (agent["script"], agent["env_id"]) == ("minatar_abs.py", "breakout")
     assert agent["global_step"] >= 1024 and agent["adapt_rollout"] is True
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "a.gif", "a.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.gif", "a.txt"}
 
 
 class Frames:
@@ -210,7 +338,7 @@ class Frames:
 def test_the_film_ends_with_the_first_environments_first_game(monkeypatch):
     monkeypatch.setattr(watch, "picture", lambda envs, observations: len(envs.actions))
     film = Frames()
-    watch.play(Planned(4, 2), always(0), watch.Args(Path(), episodes=6), video=film)
+    play(Planned(4, 2), always(0), 6, video=film)
     assert film.frames == [0, 1, 2, 3]
 
 
@@ -218,10 +346,11 @@ def test_the_film_ends_with_the_first_environments_first_game(monkeypatch):
 
 
 def refusal(run, *words):
-    done = python(ROOT / "tools/watch.py", run, *words)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"watch.py: {run}: ")
-    return done.stderr
+    """The one line of a run that is refused, without the progress bar."""
+    _, error = end_of(start(TOOL, run, *words), status=2)
+    (line,) = error.splitlines()
+    assert line.startswith(f"watch.py: {run}: ")
+    return line
 
 
 @pytest.mark.parametrize(
@@ -236,22 +365,37 @@ def test_bad_options_are_one_line(words, says, cartpole):
     assert says in refusal(cartpole, *words)
 
 
-@pytest.mark.parametrize("config", ["", "null", '{"script": 5}', '{"script": "../x.py"}'])
-def test_what_is_no_run_is_one_line(config, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(config)
+@pytest.mark.parametrize("text", ["", "null", '{"script": 5}', '{"script": "../x.py"}'])
+def test_what_is_no_run_is_one_line(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
     with pytest.raises((ValueError, TypeError)):
         watch.main(watch.Args(tmp_path))
 
 
-@pytest.mark.parametrize("contents", ["missing", "torn", "other network", "other args"])
-def test_a_foreign_checkpoint_is_one_line(contents, cartpole, tmp_path):
-    checkpoint = torch.load(cartpole / "checkpoint.pt", weights_only=True)
-    (tmp_path / "config.json").write_text((cartpole / "config.json").read_text())
+def test_a_run_of_p3o_tokens_has_no_episodes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"script": "p3o_tokens.py", "args": {}}))
+    line = refusal(tmp_path)
+    assert line.endswith("a run of p3o_tokens.py, which has no episodes of an environment")
+
+
+def test_a_missing_package_of_the_game_is_one_line(minatar_run):
+    assert "MinAtar is not installed: pip install MinAtar" in without(
+        "minatar", "watch.py", minatar_run
+    )
+
+
+@pytest.mark.parametrize("contents", ["missing", "torn", "other network", "other options", "nested"])
+def test_a_foreign_run_is_one_line(contents, cartpole, tmp_path):
+    checkpoint = load(cartpole)
+    settings = json.dumps(config(cartpole))
     path = tmp_path / "checkpoint.pt"
     if contents == "torn":
         path.write_bytes((cartpole / "checkpoint.pt").read_bytes()[:5000])
     elif contents == "other network":
         torch.save(checkpoint | {"network": {"weight": torch.zeros(1)}}, path)
-    elif contents == "other args":
-        torch.save(checkpoint | {"args": {"env_id": 5}}, path)
+    elif contents == "other options":
+        settings = settings.replace('"gamma"', '"no_such_option"')
+    elif contents == "nested":
+        settings = "[" * 100_000
+    (tmp_path / "config.json").write_text(settings)
     refusal(tmp_path)
