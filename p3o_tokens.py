@@ -361,13 +361,14 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
     network = CausalTransformer().to(DEVICE)
     if args.resume is None:
         imitate_teacher(network, args)
-    network.eval()  # learns without dropout, too: fresh data must have ρ = 1
+    network.eval()  # no dropout from here on, also in learning: fresh data must have ρ = 1
     # Slot i mod (lag + 1) holds iteration i's policy, so the next slot has that of lag iterations
     # ago. At first, all of them hold the first policy.
     policies = nn.ModuleList()
     for _ in range(args.lag + 1):
         policies.append(copy.deepcopy(network))
     optimizer = torch.optim.Adam(network.parameters())  # the loop sets the learning rate
+    # What a checkpoint stores. Your own rollout_length may be an object with a state_dict().
     modules = {"network": network, "policies": policies, "optimizer": optimizer}
     modules["rollout_length"] = rollout_length
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
@@ -382,14 +383,14 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
             seed = seed_all(args.seed, iteration)
-            num_problems = round(adaptive_length) if args.adapt_batch else args.num_problems  # L
+            # ABS: L is a number of problems here.
+            num_problems = round(adaptive_length) if args.adapt_batch else args.num_problems
             batch_size = num_problems * args.group_size
             global_step += batch_size
             optimizer.param_groups[0]["lr"] = args.learning_rate
 
             # 1. Collect G answers to each of L problems, by the policy of lag iterations ago.
-            old_network = policies[iteration % len(policies)]
-            old_network.load_state_dict(network.state_dict())  # θ_old ← θ
+            policies[iteration % len(policies)].load_state_dict(network.state_dict())
             sampler = policies[(iteration + 1) % len(policies)]
             problems = draw_problems(random.Random(seed), num_problems)
             problems = np.repeat(problems, args.group_size, 0)
@@ -422,13 +423,12 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
             optimizer.step()
 
-            # 3. ABS: measure how far the update moved the policy, and adapt L. B_ref is the batch.
+            # 3. ABS: measure how far the update moved the policy, and adapt L. log_pi is θ_old's.
             divergence = None
             if iteration % args.adapt_frequency == 0:
                 with torch.no_grad():
-                    old_log_pi = answer_logits(old_network, sequences)[valid].log_softmax(-1)
                     new_log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
-                    divergence = kl_divergence(old_log_pi, new_log_pi).mean().item()
+                    divergence = kl_divergence(log_pi, new_log_pi).mean().item()
                 adaptive_length = rollout_length(
                     divergence,
                     adaptive_length,
@@ -450,7 +450,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
                 "charts/reward": rewards.mean().item(),
                 "charts/greedy_accuracy": greedy_accuracy,
                 "charts/sampled_accuracy": sampled_accuracy,
-                "abs/rollout_length": num_problems,  # L counts problems here
+                "abs/rollout_length": num_problems,  # L
                 "abs/batch_size": batch_size,
                 "abs/kl_divergence": divergence,
                 "losses/policy_loss": loss.item(),

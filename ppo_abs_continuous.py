@@ -6,27 +6,28 @@
 """PPO with Adaptive Batch Scaling (ABS), for continuous actions (MuJoCo), in one file.
 
 PPO [arXiv 1707.06347] learns a policy π and its value V. It plays L steps, learns from them in
-several epochs, throws them away and starts again. Its objective is clipped where the policy has
-moved too far from the one that acted.
+several epochs, throws them away and starts again. Its loss is clipped, so that the epochs do not
+carry π far from the policy that played.
 
 ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it keeps a copy θ_old of the
 network from before the update. After the update it draws a sample B_ref of M states from the
-rollout, and measures how far the policy has moved in them: the KL divergence δ of two Gaussians. A
-policy that moves a lot gets small batches, a stable one gets large batches:
+rollout, and measures how far the policy has moved in them. The measure is the mean KL divergence δ
+of two Gaussians. A policy that moves far gets small batches. A stable policy gets large batches:
 
     δ   = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) ),    s_i ~ B_ref
-    δ̄   = the mean of the last 20 δ;  L moves from the 10th δ on
+    δ̄   = the mean of the last 20 δ;  L_adapt moves from the 10th δ on
     α   = log(clip(δ̄, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
     L_adapt ← (1 - β) L_adapt + β L'                smooths L; it starts at L_min, with β = 0.1
 
-L counts the steps of all E environments together, so it is the batch, and each environment makes
+L counts the steps of all E environments together, so it is the batch size. Each environment makes
 L / E steps. The main lines that only ABS needs are marked "ABS".
 
-The paper gives no numbers for PPO. These are the numbers of its author's code, which differs in
-four points. It runs 5M steps. It rounds L down to a multiple of 32. Once L has moved, it makes
-N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. And an episode that a time
-limit cuts counts as ended there. Here, the value of its last observation stands in for the rest.
+The paper gives no numbers for PPO. The defaults are those of its author's code. That code differs
+from this file in four points. It runs 5M steps. It rounds L down to a multiple of 32. Once L has
+moved, it makes N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. And it takes
+a time limit for the end of an episode. Here, the value of the last observation stands in for what
+would have followed.
 
 Install MuJoCo:
     pip install "gymnasium[mujoco]"
@@ -37,7 +38,8 @@ Plain PPO, with L = 2,048 throughout:
 Continue a run after Ctrl-C or a crash:
     python ppo_abs_continuous.py --resume runs/...
 Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do for pqn_abs.py. Your ActorCritic needs .actor and .log_std.
+launch(), as the files in examples/ do with pqn_abs.py. An ActorCritic of your own needs .actor,
+which gives the means, and .log_std.
 """
 
 import copy
@@ -89,9 +91,9 @@ class Args:
     gae_lambda: float = 0.95  # [λ] of the advantages: 0 is one-step, 1 is Monte Carlo
     num_minibatches: int = 32  # mini-batches per epoch
     update_epochs: int = 10  # [N_epochs] passes over each rollout
-    clip_coef: float = 0.2  # [ε] probability ratios are clipped to 1 ± ε, changes of values to ± ε
-    ent_coef: float = 0.0  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the value loss
+    clip_coef: float = 0.2  # [ε] ratios are clipped to 1 ± ε, and changes of V to ± ε
+    ent_coef: float = 0.0  # [c_e] weight of the entropy bonus
+    vf_coef: float = 0.5  # [c_v] weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
     adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PPO with L = num_steps
@@ -194,6 +196,14 @@ def check_policy(args, envs, outputs):
         fail(f"the network must return means and values of shapes {expected}, not {shapes}")
 
 
+def to_array(obs):
+    """A copy of observations, in float64; one that is not finite ends the run."""
+    obs = np.array(obs, float)
+    if not np.isfinite(obs).all():
+        fail("an environment returned an observation that is not finite", status=1)
+    return obs
+
+
 def reset(envs, seed):
     """Start the environments; returns the first observations, float64 (E, D)."""
     # Environments may sample from their spaces, which envs.reset(seed=...) does not seed.
@@ -203,25 +213,23 @@ def reset(envs, seed):
             if hasattr(env, f"{name}_space"):
                 getattr(env, f"{name}_space").seed(seed + i)
     obs, _ = envs.reset(seed=seed)
-    return np.array(obs, float)
+    return to_array(obs)
 
 
 def step(envs, actions):
-    """Act in all environments; actions are (E, A). Returns NumPy arrays, all of them copies:
+    """Take one action in each environment; actions are (E, A). Returns NumPy arrays, all copies:
 
     - next_obs (E, D): the observations to act on next
     - following (E, D): the same, but where an episode ended, its own last observation
     - rewards, terminated, truncated (E,)
     """
     obs, rewards, terminated, truncated, info = envs.step(actions)
-    next_obs = np.array(obs, float)
+    next_obs = to_array(obs)
     terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
     over = terminated | truncated
     following = next_obs.copy()
     if over.any():
-        following[over] = np.stack(info["final_obs"][over])
-    if not (np.isfinite(next_obs).all() and np.isfinite(following).all()):
-        fail("an environment returned an observation that is not finite", status=1)
+        following[over] = to_array(np.stack(info["final_obs"][over]))
     return next_obs, following, np.array(rewards, float), terminated, truncated
 
 
@@ -362,12 +370,12 @@ def gaussian_kl(mean_p, log_std_p, mean_q, log_std_q):
 
 
 def ppo_loss(network, batch, args):
-    """PPO's loss of a mini-batch, to be minimised, and its parts, named as they are logged.
+    """PPO's loss of a mini-batch, and its parts under the names that they are logged with.
 
-    loss = mean_i[ -L^CLIP + vf_coef · value loss - ent_coef · entropy of π_θ ]
+    loss = mean_i[ L_π + c_v L_V - c_e H(π_θ) ]
 
-    The mini-batch has obs (N, D), actions (N, A), and (N,): log_probs and values from when it was
-    collected, advantages and returns.
+    The mini-batch has obs (N, D), actions (N, A), and (N,) each of advantages, returns, and the
+    log_probs and values from when it was collected.
     """
     means, values = network(batch["obs"])
     log_probs = gaussian_log_prob(means, network.log_std, batch["actions"])
@@ -443,8 +451,8 @@ def main(
     network = ActorCritic(envs).eval()  # dropout, if any, is off while acting
     old_network = copy.deepcopy(network)  # ABS: θ_old, filled in the loop
     normalizer = Normalizer(envs, args.gamma)
-    # The loop sets the learning rate. fused=True is the fastest implementation.
-    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(network.parameters(), eps=1e-5, fused=True)  # fused: fastest
+    # What a checkpoint stores. Your own rollout_length may be an object with a state_dict().
     modules = {"network": network, "optimizer": optimizer, "rollout_length": rollout_length}
     modules |= {"observations": normalizer.observations, "returns": normalizer.returns}
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
@@ -463,7 +471,7 @@ def main(
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
             seed_all(args.seed, iteration)
             total_length = adaptive_length if args.adapt_rollout else args.num_steps  # ABS: L
-            length = round(total_length / num_envs)  # in each environment
+            length = round(total_length / num_envs)  # of each environment: L / E
             batch_size = length * num_envs
             # The KL spans the updates of this one iteration. K only sets how often it is measured.
             is_measured = iteration % args.adapt_frequency == 0  # ABS
@@ -502,7 +510,7 @@ def main(
                 log_probs = gaussian_log_prob(means, network.log_std, actions)
                 _, next_values = network(torch.from_numpy(following))
 
-            # 2. Update θ by PPO's loss: N_epochs passes in shuffled mini-batches.
+            # 2. Minimize PPO's loss, in N_epochs passes over shuffled mini-batches.
             advantages = gae(
                 rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
             )

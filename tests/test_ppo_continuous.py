@@ -677,6 +677,21 @@ def test_what_is_not_finite_ends_the_run(train, tmp_path, capsys, envs, network,
     assert np.isfinite(saved["observations"]["mean"]).all()
 
 
+class StartNotFinite(ToyEnvs):
+    def frames(self):
+        return np.full((self.num_envs, 3), np.nan)
+
+
+def test_a_start_that_is_not_finite_makes_no_run(train, tmp_path, capsys):
+    """Guards the same where there is nothing to keep."""
+    with pytest.raises(SystemExit) as error:
+        train(StartNotFinite(3))
+    assert error.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "an observation that is not finite" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
     """refused(*arguments, **parts) expects status 2 and one line, which it returns, and no run."""

@@ -1,20 +1,19 @@
 """tools/report.py: its numbers against ones worked out another way, and what it refuses."""
 
 import csv
+import importlib
 import itertools
 import json
 import math
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT, end_of, start
 from scipy.stats import spearmanr
 
 from tools import report
 
-ROOT = Path(__file__).resolve().parents[1]
 ARGS = {"env_id": "breakout", "seed": 1, "total_timesteps": 1000, "num_steps": 32}
 ARGS |= {"adapt_rollout": True, "rollout_min": 16, "rollout_max": 64, "delta_min": 0.05}
 ARGS |= {"delta_max": 0.95, "update_epochs": 2, "num_minibatches": 4, "learning_rate": 1e-3}
@@ -170,7 +169,7 @@ def test_the_reference_is_resampled_but_what_it_divides_is_not(tmp_path):
     expected = [[2, 2, 2], [1, means[0], means[-1]]]  # the extremes come once in 27
     found = [[float(row[name]) for name in ("IQM", "IQM_low", "IQM_high")] for row in rows]
     assert found == [pytest.approx(line, rel=1e-3) for line in expected]
-    for name in "headline learning_curves divergence rollout_length improvement".split():
+    for name in "headline learning_curves divergence rollout_length".split():
         assert (out / f"{name}.png").stat().st_size > 10_000
 
 
@@ -186,26 +185,34 @@ def test_curves_over_steps(tmp_path):
     assert divergence[12] == pytest.approx(0.9 * (1 / 2 + 1 / 3) / 2, abs=0.01)
 
 
-def test_signals_plain_and_given_the_step(tmp_path):
-    """The partial correlation is that of what is left of the ranks after a fit to the step's."""
-    rng = np.random.default_rng(1)
-    steps, noise = np.arange(40), rng.normal(size=(2, 40))
-    divergence, variance = -steps + 9 * noise[0], steps + 9 * noise[1]
-    run = report.plot.read_run(make_run(tmp_path / "runs" / "a", 1.0))
-    run.columns = {"global_step": steps, report.DIVERGENCE: divergence, "v": variance}
-    plain, partial = report.correlations(run, "v")
-    assert plain == pytest.approx(spearmanr(divergence, variance).statistic)
-    ranks = [np.argsort(np.argsort(values)) for values in (divergence, variance)]
-    left = [rank - np.polyval(np.polyfit(steps, rank, 1), steps) for rank in ranks]
-    assert partial == pytest.approx(np.corrcoef(left)[0, 1])
-    assert abs(partial) < abs(plain) / 2
-    run.columns["v"] = np.full(40, 3.0)
-    assert np.isnan(report.correlations(run, "v")).all()
+@pytest.mark.parametrize(
+    "row, shown",
+    [
+        # A standard error is a quarter of the interval, or sd / sqrt(n): two of its digits count.
+        ({"change": 6.9123, "change_low": 3.3123, "change_high": 10.79}, ["6.9", "3.3", "10.8"]),
+        ({"IQM": 1.0477, "IQM_low": 1.0178, "IQM_high": 1.08095}, ["1.048", "1.018", "1.081"]),
+        ({"mean": 61.316, "sd": 2.33707, "n": 5, "updates": 27430}, ["61.3", "2.3", "5", "27430"]),
+        ({"mean": 18.0, "sd": 1.3377, "n": 5}, ["18.00", "1.34", "5"]),
+        ({"mean": 4821.33, "sd": 905.2, "n": 5}, ["4821", "905", "5"]),
+        ({"mean": -0.04, "sd": 9.0, "n": 4}, ["0.0", "9.0", "4"]),
+        ({"p": 0.000549973, "p_holm": ""}, ["0.00055", ""]),
+        ({"p": 1.0, "p_holm": 0.115394}, ["1", "0.12"]),
+        ({"arm": "PQN, L = 32", "change": 0.0, "change_low": 0.0, "change_high": 0.0}, None),
+    ],
+)
+def test_printed_numbers_have_as_many_digits_as_they_have_meaning(row, shown):
+    assert report.rounded(row) == (shown or ["PQN, L = 32", "0", "0", "0"])
 
 
-def test_a_signal_without_any_correlation_has_no_row(tmp_path):
-    make_arm(tmp_path / "runs", "abs", OURS, extra={report.KL: 0.02})
-    assert not (make_report(tmp_path) / "signals.csv").exists()
+def test_the_table_is_rounded_and_the_file_is_not(tmp_path, capsys):
+    make_arm(tmp_path / "runs", "abs", {"breakout": [10.123456, 12.345678]})
+    make_arm(tmp_path / "runs", "fixed", {"breakout": [9.0, 8.5]}, **FIXED)
+    rows = table(make_report(tmp_path) / "scores.csv")
+    mean, sd = np.mean([10.123456, 12.345678]), np.std([10.123456, 12.345678], ddof=1)
+    assert (rows[0]["mean"], rows[0]["sd"]) == (f"{mean:.6g}", f"{sd:.6g}")
+    printed = capsys.readouterr().out
+    assert f"| PQN with ABS | Breakout | {mean:.1f} | {sd:.1f} | 2 | 80 |" in printed
+    assert "| PQN, L = 32 | Breakout | 8.75 | 0.35 | 2 | 80 |" in printed
 
 
 def test_a_label_names_an_arm_and_sets_its_place(tmp_path):
@@ -216,6 +223,62 @@ def test_a_label_names_an_arm_and_sets_its_place(tmp_path):
     arms = [row["arm"] for row in table(out / "scores.csv")][::2]
     assert arms == ["PQN, L = 32", "Open loop, L = 9", "Zero"]
     assert table(out / "contrasts.csv")[2]["change"] == "0"
+
+
+def test_arms_without_a_label_keep_their_names(tmp_path):
+    """Guards the names that the options give, beside a label and in every table."""
+    make_arm(tmp_path / "runs", "a", OURS)
+    make_arm(tmp_path / "runs", "b", OURS, **FIXED | {"num_steps": 8})
+    make_arm(tmp_path / "runs", "c", OURS, script="gns_baseline.py")
+    make_arm(tmp_path / "runs", "d", OURS, script="ppo_abs.py")
+    out = make_report(tmp_path, label=("*/d_*=_mine, $L$",))
+    names = ["PQN with ABS", "PQN with noise scale", "PQN, L = 8", "_mine, $L$"]
+    assert [row["arm"] for row in table(out / "scores.csv")][::2] == names
+    assert [row["arm"] for row in table(out / "aggregate.csv")] == names
+    pairs = {(row["arm"], row["against"]) for row in table(out / "contrasts.csv")}
+    assert pairs == {(name, "PQN, L = 8") for name in names if name != "PQN, L = 8"}
+
+
+def drawn(tmp_path, monkeypatch, **options):
+    """The figures of a report by their names."""
+    figures = {}
+    monkeypatch.setattr(
+        report.plot, "save", lambda figure, path: figures.update({path.name: figure})
+    )
+    make_report(tmp_path, **options)
+    for figure in figures.values():
+        figure.canvas.draw()
+    return figures
+
+
+def test_names_are_written_as_they_are_in_every_figure(tmp_path, monkeypatch):
+    """To matplotlib, _ in front means that a line has no name, and $...$ is a formula."""
+    make_arm(tmp_path / "runs", "a", {"$game$": [1.0, 2.0]})
+    make_arm(tmp_path / "runs", "b", {"$game$": [1.0, 2.0]}, **FIXED)
+    names = ["_$a$", "$b_1$"]
+    labels = f"*/a_*={names[0]}", f"*/b_*={names[1]}"
+    for name, figure in drawn(tmp_path, monkeypatch, label=labels).items():
+        texts = figure.legends[0].get_texts()
+        texts += [axis.title for axis in figure.axes if "$" in axis.get_title()]
+        assert not any(text.get_parse_math() for text in texts)
+        found = [text.get_text() for text in texts]
+        assert found[:2] == names and len(found) > 2, name  # the rest are the panels' titles
+        markers = {line.get_marker() for line in figure.axes[0].lines} - {"None"}
+        assert len(markers) == len(figure.legends[0].get_texts())
+
+
+def test_a_panel_without_data_says_what_is_missing(tmp_path, monkeypatch):
+    """BD was measured in one game only: the other's panel is empty, and this one's is not."""
+    two_arms(tmp_path)
+    for run in (tmp_path / "runs").glob("*asterix*"):
+        lines = (run / "metrics.csv").read_text().splitlines()
+        lines[1:] = [line.rpartition(",")[0] + "," for line in lines[1:]]
+        (run / "metrics.csv").write_text("\n".join(lines) + "\n")
+    empty, full = drawn(tmp_path, monkeypatch)["divergence.png"].axes
+    (words,) = [text.get_text() for text in empty.texts]
+    assert words.startswith("not measured yet")
+    assert not any("not measured" in text.get_text() for text in full.texts)
+    assert any(np.isfinite(line.get_ydata()).all() for line in full.lines)
 
 
 def test_a_game_without_logarithms_is_in_points(tmp_path):
@@ -245,7 +308,7 @@ def test_games_below_zero_have_contrasts_and_no_relative_scores(tmp_path):
         ({"seed": 1}, {}, "has seeds [1, 1, 2] of breakout where others have [1, 2]"),
         (FIXED, {}, "'PQN with ABS' has seeds [1, 2] of breakout where others have [1, 2, 3]"),
         ({"env_id": "MinAtar/Breakout-v1"}, {}, "has seeds [3] of MinAtar/Breakout-v1 where"),
-        ({"num_steps": None}, {}, "num_steps is None"),
+        ({"num_steps": None}, {}, "damaged, or not a run's"),
         ({}, {"contrast": (("PQN with ABS", "PQN"),)}, "no arm is called 'PQN'; there are PQN"),
         ({}, {"label": ("nothing=PQN",)}, "names no run"),
         ({}, {"label": ("*",)}, "names no run"),
@@ -271,14 +334,62 @@ def test_what_is_no_run_is_refused(tmp_path):
     assert "doesn't rise" in refusal(tmp_path, tmp_path / "runs")
 
 
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path):
+@pytest.mark.parametrize("full", ["", "headline.png", "scores.csv"])
+def test_an_output_that_cannot_be_written_is_one_line(full, tmp_path):
+    """The folder is a file, or the disk is full."""
     two_arms(tmp_path)
-    (tmp_path / "file").touch()
-    command = [sys.executable, ROOT / "tools" / "report.py", tmp_path / "runs"]
-    command += ["--out", tmp_path / "file"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("report.py: ")
+    out = tmp_path / "out"
+    if full:
+        out.mkdir()
+        (out / full).symlink_to("/dev/full")
+    else:
+        out.touch()
+    tool = ROOT / "tools" / "report.py"
+    printed, error = end_of(start(tool, tmp_path / "runs", "--out", out), status=2)
+    assert (printed, error.count("\n")) == ("", 1)
+    assert error.startswith("report.py: ") and ("No space left" in error) == bool(full)
+
+
+def signals_of(monkeypatch):
+    """The pilot's script."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "results" / "minatar_pilot")])
+    return importlib.import_module("signals")
+
+
+def test_signals_plain_and_given_the_step(tmp_path, monkeypatch):
+    """The partial correlation is that of what is left of the ranks after a fit to the step's."""
+    signals = signals_of(monkeypatch)
+    rng = np.random.default_rng(1)
+    steps, noise = np.arange(40), rng.normal(size=(2, 40))
+    divergence, variance = -steps + 9 * noise[0], steps + 9 * noise[1]
+    run = report.plot.read_run(make_run(tmp_path / "runs" / "a", 1.0))
+    run.columns = {"global_step": steps, report.DIVERGENCE: divergence, "v": variance}
+    plain, partial = signals.correlations(run, "v")
+    assert plain == pytest.approx(spearmanr(divergence, variance).statistic)
+    ranks = [np.argsort(np.argsort(values)) for values in (divergence, variance)]
+    left = [rank - np.polyval(np.polyfit(steps, rank, 1), steps) for rank in ranks]
+    assert partial == pytest.approx(np.corrcoef(left)[0, 1])
+    assert abs(partial) < abs(plain) / 2
+    run.columns["v"] = np.full(40, 3.0)
+    assert np.isnan(signals.correlations(run, "v")).all()
+
+
+def test_the_pilots_signals(monkeypatch):
+    """What is committed is what the script computes."""
+    signals = signals_of(monkeypatch)
+    found = signals.rows(report.read_study(report.Args((signals.HERE,))))
+    committed = table(signals.HERE / "report" / "signals.csv")
+    for row, old in zip(found, committed, strict=True):
+        for name, value in row.items():
+            assert old[name] == (f"{value:.6g}" if isinstance(value, float) else value)
+
+
+def test_the_studys_improvement_is_drawn(tmp_path):
+    two_arms(tmp_path)
+    script = ROOT / "results" / "minatar_study" / "improvement.py"
+    pair = ["--contrast", "PQN with ABS", "PQN, L = 32"]
+    end_of(start(script, tmp_path / "runs", "--out", tmp_path, *pair))
+    assert (tmp_path / "improvement.png").stat().st_size > 10_000
 
 
 def plain_score(run):

@@ -2,34 +2,32 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tyro
+from helpers import end_of, start, wait_for
 
+import pqn_abs
 from tools import speed
 
-# Starting takes START seconds and a step 1 ms. As a training script, an iteration has 20 steps.
+# A training script by its own account: an iteration has 20 steps and takes 0.02 s, or --slower.
 FAKE = """
-import os, sys, time
+import sys, time
 from pathlib import Path
 
-seconds = float(os.environ.get("START", 0))
-time.sleep(seconds)
 words = [word for word in sys.argv[1:] if word != "--no-adapt-rollout"]
 words = dict(zip(words[::2], words[1::2]))
-slower = float(words.get("--slower", 1))
-if "--runs-dir" in words:
-    folder = Path(words["--runs-dir"], str(time.time()))
-    folder.mkdir()
-    metrics = (folder / "metrics.csv").open("a", buffering=1)
-    metrics.write("global_step,charts/seconds\\n")
+folder = Path(words["--runs-dir"], str(time.time()))
+folder.mkdir()
+metrics = (folder / "metrics.csv").open("a", buffering=1)
+metrics.write(words.get("--header", "global_step,charts/seconds") + "\\n")
+seconds = 0.0
 for step in range(20, int(words["--total-timesteps"]) + 1, 20):
-    started = time.perf_counter()
-    time.sleep(0.02 * slower)
-    seconds += time.perf_counter() - started
-    if "--runs-dir" in words:
-        metrics.write(f"{step},{seconds}\\n")
+    time.sleep(0.002)
+    seconds += 0.02 * float(words.get("--slower", 1))
+    metrics.write(f"{step},{seconds:.2f}\\n")
 """
 
 
@@ -41,25 +39,73 @@ def fake(tmp_path, monkeypatch):
     return f"{sys.executable} {tmp_path}/fake.py"
 
 
-def command_line(*words):
-    command = [sys.executable, speed.__file__, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only commands move: 2 s to start, 1 ms a step, or as many as they say."""
+    state = SimpleNamespace(seconds=0.0, commands=[])
+
+    def run(words, **options):
+        state.commands.append(words)
+        factor = float(words[words.index("--slower") + 1]) if "--slower" in words else 1
+        steps = int(words[words.index("--total-timesteps") + 1])
+        state.seconds += 2 + 0.001 * factor * steps
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: state.seconds)
+    monkeypatch.setattr(speed.subprocess, "run", run)
+    return state
 
 
 def refuses(*words):
-    done = command_line(*words)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("speed.py: ")
-    return done.stderr
+    out, error = end_of(start(speed.__file__, *words), status=2)
+    assert error.count("\n") == 1, error
+    assert error.startswith("speed.py: ")
+    assert "steps_per_second" in out or not out
+    return error
 
 
-def test_speed_leaves_out_what_starting_takes(fake, tmp_path, monkeypatch):
+def test_speed_leaves_out_what_starting_takes(clock):
     """1 ms a step and 2 s to start: 1,000 steps/s, where steps over seconds would be 285."""
-    monkeypatch.setenv("START", "2")
-    words = f"{fake} --total-timesteps {{steps}}"
-    args = speed.Args(short=100, long=800, repeats=1)
-    ((name, steps_per_second),) = speed.measure({"a": words.split()}, args)
-    assert name == "a" and 500 < steps_per_second < 1300
+    words = "python fake.py --total-timesteps {steps}"
+    args = speed.Args(short=100, long=800, repeats=2)
+    samples = list(speed.measure({"a": words.split()}, args))
+    assert [name for name, _ in samples] == ["a", "a"]
+    assert [speed for _, speed in samples] == pytest.approx([1000, 1000])
+
+
+def test_own_script_and_peers_are_measured_together(clock, capsys):
+    peer = "a peer=fake.py --total-timesteps {steps} --slower 2"
+    speed.main(speed.Args(peer=(peer,), short=20, long=200, repeats=1))
+    out, error = capsys.readouterr()
+    assert sorted(out.splitlines()[1:]) == ["a peer,500.0", "pqn_abs.py,1000.0"]
+    assert error.splitlines()[2:] == [
+        "| pqn_abs.py | 1,000 | 1.00 (1.00 to 1.00) |",
+        "| a peer | 500 | 2.00 (2.00 to 2.00) |",
+    ]
+
+
+def test_the_own_command_is_one_that_pqn_abs_takes(clock, capsys):
+    """Plain PQN: the options exist, and their values are allowed."""
+    speed.main(speed.Args(short=20_000, long=80_000, repeats=1))
+    capsys.readouterr()
+    for python, script, *words in clock.commands:
+        assert (python, script) == (sys.executable, pqn_abs.__file__)
+        args = tyro.cli(pqn_abs.Args, args=words)
+        pqn_abs.check_args(args)
+        assert not args.adapt_rollout and args.total_timesteps in (20_000, 80_000)
+
+
+def test_the_options_of_a_turn_are_ones_that_pqn_abs_takes(monkeypatch, tmp_path):
+    class Started(Exception):
+        pass
+
+    def popen(words, **options):
+        pqn_abs.check_args(tyro.cli(pqn_abs.Args, args=words[1:]))
+        raise Started
+
+    monkeypatch.setattr(speed.subprocess, "Popen", popen)
+    with pytest.raises(Started):
+        next(speed.take_turns({"a": ["pqn_abs.py"]}, speed.Args(), tmp_path))
 
 
 def test_the_table_compares_within_a_repeat(monkeypatch, capsys):
@@ -73,34 +119,54 @@ def test_the_table_compares_within_a_repeat(monkeypatch, capsys):
     assert lines[3] == "| theirs | 50 | 4.00 (2.00 to 6.00) |"
 
 
-def test_turns_of_two_versions(fake, tmp_path):
-    done = command_line("--turns", f"a={fake}", f"b={fake} --slower 3", "--repeats", "3")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "name,steps_per_second"
-    assert sorted(line[0] for line in lines[1:]) == ["a", "a", "a", "b", "b", "b"]
-    row = done.stderr.splitlines()[-1].split("|")
-    assert row[1] == " b "
-    assert 2 < float(row[3].split()[0]) < 4
+def test_turns_of_two_versions(fake):
+    words = ["--turns", f"a={fake}", f"b={fake} --slower 4", "--repeats", "3"]
+    out, error = end_of(start(speed.__file__, *words))
+    assert out.splitlines()[0] == "name,steps_per_second"
+    assert sorted(out.splitlines()[1:]) == ["a,1000.0"] * 3 + ["b,250.0"] * 3
+    assert error.splitlines()[-1] == "| b | 250 | 4.00 (4.00 to 4.00) |"
 
 
-def test_waiting_versions_stand_still(fake, tmp_path):
-    """Neither works between turns, and no turn counts the time between them."""
+def test_waiting_versions_stand_still(fake, tmp_path, monkeypatch):
+    """Between turns all are stopped (state T), and in a turn the others are."""
+    processes = []
+    popen = subprocess.Popen
+    original = speed.wait
+
+    def remember(words, **options):
+        processes.append(popen(words, **options))
+        return processes[-1]
+
+    def is_stopped(process):
+        words = ["ps", "-o", "stat=", "-p", str(process.pid)]
+        done = popen(words, stdout=subprocess.PIPE, text=True)
+        return done.communicate()[0].startswith("T")
+
+    def wait_while_others_stand(process, folder, more):
+        for other in processes:
+            if other is not process:
+                wait_for(lambda other=other: is_stopped(other), other)
+        return original(process, folder, more)
+
+    monkeypatch.setattr(speed.subprocess, "Popen", remember)
+    monkeypatch.setattr(speed, "wait", wait_while_others_stand)
     commands = {"a": fake.split(), "b": fake.split()}
-    turns = speed.take_turns(commands, speed.Args(repeats=2), tmp_path)
-    for _, steps_per_second in turns:
-        assert 500 < steps_per_second < 1300
-        time.sleep(0.1)
-        before = [path.stat().st_size for path in tmp_path.glob("*/*/metrics.csv")]
-        time.sleep(0.5)
-        after = [path.stat().st_size for path in tmp_path.glob("*/*/metrics.csv")]
-        assert len(before) == 2 and before == after
+    for _, steps_per_second in speed.take_turns(commands, speed.Args(repeats=2), tmp_path):
+        assert steps_per_second == pytest.approx(1000)
+        for process in processes:
+            wait_for(lambda process=process: is_stopped(process), process)
+    assert [process.poll() for process in processes] == [-9, -9]
 
 
 @pytest.mark.parametrize(
     "words, says",
     [
         (["--peer", "a"], "it must be NAME=COMMAND"),
+        (["--peer", "a= "], "it must be NAME=COMMAND"),
+        (["--peer", " =x"], "it must be NAME=COMMAND"),
+        (["--turns", "a= ", "b=x"], "it must be NAME=COMMAND"),
+        (["--turns", "a=''"], "speed.py: "),
+        (["--peer", "pqn_abs.py=x"], "each name once"),
         (["--turns", "a=python -c 1/0"], "ZeroDivisionError"),
         (["--turns", "a=x", "a=y"], "each name once"),
         (["--turns", "a=no-such-command"], "no-such-command"),
@@ -113,12 +179,15 @@ def test_bad_input_is_one_line(words, says):
     assert says in refuses(*words)
 
 
-def test_own_script_and_peers_are_measured_together(fake, monkeypatch, capsys):
-    monkeypatch.setattr(speed, "SCRIPT", Path("fake.py").resolve())
-    peer = f"a peer={fake} --total-timesteps {{steps}} --slower 2"
-    speed.main(speed.Args(peer=(peer,), short=20, long=200, repeats=1))
-    out, error = capsys.readouterr()
-    assert len(out.splitlines()) == 3
-    names = [line.split("|")[1].strip() for line in error.splitlines()[2:]]
-    assert names == ["pqn_abs.py", "a peer"]
-    assert 1.3 < float(error.splitlines()[-1].split("|")[3].split()[0]) < 2.7
+@pytest.mark.parametrize(
+    "header", ["global_step,seconds", "step,charts/seconds", "charts/seconds,global_step", ""]
+)
+def test_a_metrics_file_of_another_kind_is_one_line(header, fake):
+    """It lacks a column, or holds other things in it."""
+    assert "metrics.csv lacks global_step or charts/seconds" in refuses(
+        "--turns", f"a={fake} --header '{header}'"
+    )
+
+
+def test_a_version_whose_seconds_stand_still_is_one_line(fake):
+    assert "do not rise" in refuses("--turns", f"a={fake} --slower 0")

@@ -6,15 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from helpers import SMALL_RUN, config, end_of, start, wait_for
 
 from tools import suite
 
-SUITE = Path(suite.__file__)
-# A script that keeps the contract of a training script: 10 steps an iteration, 30 by default.
+# A script that keeps the contract of a training script: 10 steps an iteration, 30 by default. While
+# the file "hold" exists, its second iteration lasts until a signal comes.
 FAKE = """
 import argparse, json, os, signal, sys, time
 from pathlib import Path
@@ -26,10 +26,10 @@ parser.add_argument("--total-timesteps", type=int, default=30)
 args = vars(parser.parse_args())
 stopped = []
 def stop(*received):
-    stopped.append(received)
-    print("got signal", len(stopped))
-if args["env_id"] != "stubborn":
-    signal.signal(signal.SIGTERM, stop)
+    print("got signal", flush=True)
+    if args["env_id"] != "stubborn":
+        stopped.append(received)
+signal.signal(signal.SIGTERM, stop)
 if args["env_id"] == "broken":
     print("fake.py: the game is broken", file=sys.stderr)
     sys.exit(3)
@@ -46,9 +46,8 @@ metrics = (folder / "metrics.csv").open("a", buffering=1)
 if not step:
     metrics.write("charts/SPS,global_step\\n")
 while step < args["total_timesteps"] and not stopped:
-    if args["env_id"] == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(float(os.environ.get("PAUSE", 0)))
+    while step and os.path.exists("hold") and not stopped:
+        time.sleep(0.01)
     step += 10
     metrics.write(f"1.5,{step}\\n")
     (folder / "checkpoint.pt").write_text(json.dumps([step, args]))
@@ -64,10 +63,8 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     Path("fake.py").write_text(FAKE)
     Path("other.py").write_text(FAKE)
-    processes = []
-    yield processes
-    for process in processes:
-        process.kill()
+    yield
+    Path("hold").unlink(missing_ok=True)  # what a killed suite left runs to its end
 
 
 def run(*games, **changes):
@@ -89,20 +86,15 @@ def steps(folder):
     return [int(line.split(",")[1]) for line in lines[1:]]
 
 
-def launch(processes, *words, **environment):
+def launch(*words):
     """The suite in a process of its own."""
-    command = [sys.executable, SUITE, "--scripts", "fake.py", "--runs-dir", "runs", *words]
-    environment = os.environ | environment
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes.append(subprocess.Popen(command, env=environment, process_group=0, **pipes))
-    return processes[-1]
+    command = [suite.__file__, "--scripts", "fake.py", "--runs-dir", "runs", *words]
+    return start(*command, process_group=0, env={"OMP_NUM_THREADS": "1"})
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 20
-    while not Path("runs", path).exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.02)
+def wait_for_checkpoints(process, *names):
+    paths = [Path("runs", name, "checkpoint.pt") for name in names]
+    wait_for(lambda: all(path.exists() for path in paths), process)
 
 
 # --- What is run ---
@@ -116,6 +108,20 @@ def test_every_combination_is_a_command(capsys):
     assert f"{start} --runs-dir runs --run-name b__PongNoFrameskip-v4__2" in lines
     own_script = "python other.py --env-id A/B-v0 --seed 1 --lr 1"
     assert f"{own_script} --runs-dir runs --run-name c__A-B-v0__1" in lines
+
+
+def test_a_real_script_is_run_to_its_end_and_not_again():
+    """Guards the options that the suite sets, and the files that it looks at."""
+    arm = "a=--num-envs 4 --num-minibatches 2 --device cpu --total-timesteps 300"
+    words = ["--scripts", SMALL_RUN, "--games", "x/y", "--seeds", "7", "--arms", arm]
+    for left in (1, 0):
+        out, _ = end_of(start(suite.__file__, *words, "--runs-dir", "runs"))
+        assert out.startswith(f"1 runs, {left} of them left")
+    args = config("runs/a__x-y__7")["args"]
+    assert (args["env_id"], args["seed"], args["run_name"]) == ("x/y", 7, "a__x-y__7")
+    config_path = Path("runs/a__x-y__7/config.json")
+    config_path.write_text(config_path.read_text().replace(": 300,", ": 3000,"))
+    assert not suite.is_done(Path("runs/a__x-y__7"))
 
 
 def test_several_scripts_have_folders_of_their_own(capsys):
@@ -174,10 +180,13 @@ def test_a_torn_last_row_does_not_count(capsys):
     assert commands(capsys, "g") == ["python fake.py --resume runs/abs__g__1"]
 
 
-@pytest.mark.parametrize("config", ["", "null", "[]", '{"args": {"total_timesteps": null}}'])
-def test_a_torn_config_is_for_the_script_to_write_again(config, capsys):
+CONFIGS = ["", "null", "[]", '{"args": {"total_timesteps": null}}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=["empty", "null", "list", "no steps", "nested"])
+def test_a_torn_config_is_for_the_script_to_write_again(text, capsys):
     make_folder(20, checkpoint=True)
-    Path("runs/abs__g__1/config.json").write_text(config)
+    Path("runs/abs__g__1/config.json").write_text(text)
     assert commands(capsys, "g") == ["python fake.py --resume runs/abs__g__1"]
 
 
@@ -208,51 +217,51 @@ def test_printed_commands_do_what_the_suite_does(capsys):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_runs_save_and_the_same_command_goes_on(signum, fake):
+def test_a_signal_lets_runs_save_and_the_same_command_goes_on(signum):
     words = ["--games", "g", "h", "i", "--seeds", "1", "--jobs", "2"]
-    words += ["--arms", "abs=--total-timesteps 60"]
-    process = launch(fake, *words, PAUSE="0.3")
-    wait_for("abs__g__1/checkpoint.pt")
-    wait_for("abs__h__1/checkpoint.pt")
+    Path("hold").touch()
+    process = launch(*words)
+    wait_for_checkpoints(process, "abs__g__1", "abs__h__1")
     os.killpg(process.pid, signum)  # as a terminal does
-    out, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (1, "")
-    assert "abs__g__1: interrupted" in out
-    assert "abs__h__1: interrupted" in out
-    assert "got signal 2" not in Path("runs/abs__g__1.log").read_text()
+    out, error = end_of(process, status=1)
+    assert error == ""
+    for name in ("abs__g__1", "abs__h__1"):
+        assert f"{name}: interrupted" in out
+        assert Path(f"runs/{name}.log").read_text().count("got signal") == 1
+        assert steps(name) == [10, 20]
     assert not Path("runs/abs__i__1").exists()
-    assert len(steps("abs__g__1")) < 6
-    process = launch(fake, *words)
-    assert process.wait(20) == 0
+    Path("hold").unlink()
+    end_of(launch(*words))
     for game in "ghi":
-        assert steps(f"abs__{game}__1") == [10, 20, 30, 40, 50, 60]
+        assert steps(f"abs__{game}__1") == [10, 20, 30]
 
 
-def test_a_second_signal_ends_at_once(fake):
-    process = launch(fake, "--games", "stubborn", "--seeds", "1", PAUSE="60")
-    wait_for("abs__stubborn__1/metrics.csv")
-    time.sleep(0.2)
+def test_a_second_signal_ends_at_once():
+    Path("hold").touch()
+    process = launch("--games", "stubborn", "--seeds", "1")
+    wait_for_checkpoints(process, "abs__stubborn__1")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
+    log = Path("runs/abs__stubborn__1.log")
+    wait_for(lambda: "got signal" in log.read_text(), process)  # it ignores the first one
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 1
+    out, _ = end_of(process, status=1)
+    assert "abs__stubborn__1: interrupted" in out and steps("abs__stubborn__1") == [10]
 
 
-def test_a_run_that_outlives_a_killed_suite_is_not_started_twice(fake):
-    words = ["--games", "g", "--seeds", "1", "--arms", "abs=--total-timesteps 60"]
-    process = launch(fake, *words, PAUSE="0.5")
-    wait_for("abs__g__1/checkpoint.pt")
+def test_a_run_that_outlives_a_killed_suite_is_not_started_twice():
+    words = ["--games", "g", "--seeds", "1"]
+    Path("hold").touch()
+    process = launch(*words)
+    wait_for_checkpoints(process, "abs__g__1")
     process.kill()
-    second = launch(fake, *words)
-    out, _ = second.communicate(timeout=20)
-    assert second.returncode == 1
+    process.wait()
+    second = launch(*words)
+    out, _ = end_of(second, status=1)
     assert "abs__g__1: another process is at work on it" in out
-    deadline = time.monotonic() + 20
-    while steps("abs__g__1")[-1] < 60 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert launch(fake, *words).wait(20) == 0
-    assert steps("abs__g__1") == [10, 20, 30, 40, 50, 60]
+    Path("hold").unlink()
+    bystander = start("-c", "import time; time.sleep(1000)")
+    wait_for(lambda: launch(*words).wait() == 0, bystander)
+    assert steps("abs__g__1") == [10, 20, 30]
 
 
 # --- What is refused ---
@@ -282,8 +291,7 @@ def test_what_makes_no_suite_is_refused(changes, says):
 
 
 @pytest.mark.parametrize("words", [["--arms", "a='"], ["--runs-dir", "fake.py/runs"]])
-def test_bad_input_on_the_command_line_is_one_line(words, fake):
-    process = launch(fake, "--games", "g", *words)
-    out, error = process.communicate(timeout=20)
-    assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+def test_bad_input_on_the_command_line_is_one_line(words):
+    out, error = end_of(launch("--games", "g", *words), status=2)
+    assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("suite.py: ")

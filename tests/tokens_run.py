@@ -1,7 +1,7 @@
 """p3o_tokens.py in a process of its own:  tokens_run.py [its arguments]
 
-Its first ten updates go through. Each later one waits while the file that HOLD names exists, and
-HOLD.reached tells that one does.
+Its first twelve updates go through, those of the imitation included. Each later one waits while the
+file that HOLD names exists, and HOLD.reached tells that one does.
 """
 
 import os
@@ -19,9 +19,9 @@ class HeldTransformer(p3o_tokens.CausalTransformer):
         self.updates = 0
 
     def forward(self, tokens):
-        self.updates += self.training
+        self.updates += torch.is_grad_enabled()
         path = os.environ.get("HOLD", "")
-        while self.updates > 10 and os.path.exists(path):
+        while self.updates > 12 and os.path.exists(path):
             Path(f"{path}.reached").touch()
             time.sleep(0.01)
         return super().forward(tokens)

@@ -13,17 +13,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import minatar_abs
 from minatar_abs import Args, QNetwork, pqn_abs
 
-STEPS, LENGTHS = np.loadtxt(Path(__file__).with_name("schedule.csv"), delimiter=",", skiprows=1).T
-
 
 class OpenLoop:
     """Takes the place of rollout_length: L at this step, whatever the divergence is."""
 
-    def __init__(self):
-        self.step = 0  # of the environments together; CountedEnvs counts them
+    def __init__(self, steps, lengths):
+        self.schedule = steps, lengths
+        self.step = 0  # environment steps so far
 
     def __call__(self, divergence, adaptive_length, **limits):
-        return float(np.interp(self.step, STEPS, LENGTHS))
+        return float(np.interp(self.step, *self.schedule))
 
     def state_dict(self):
         return {"step": self.step}
@@ -32,17 +31,24 @@ class OpenLoop:
         self.step = state["step"]
 
 
-open_loop = OpenLoop()
-
-
 class CountedEnvs(VectorWrapper):
+    """Counts its environments' steps for an OpenLoop."""
+
+    def __init__(self, envs, open_loop):
+        super().__init__(envs)
+        self.open_loop = open_loop
+
     def step(self, actions):
-        open_loop.step += self.num_envs
+        self.open_loop.step += self.num_envs
         return super().step(actions)
 
 
+SCHEDULE = np.loadtxt(Path(__file__).with_name("schedule.csv"), delimiter=",", skiprows=1)
+open_loop = OpenLoop(*SCHEDULE.T)
+
+
 def make_envs(args):
-    return CountedEnvs(minatar_abs.make_envs(args))
+    return CountedEnvs(minatar_abs.make_envs(args), open_loop)
 
 
 if __name__ == "__main__":
