@@ -242,6 +242,9 @@ def test_names_are_written_as_they_are(tmp_path):
     texts = legend_of([make_run(tmp_path / name) for name in names])
     assert [text.get_text() for text in texts] == names
     assert not any(text.get_parse_math() for text in texts)
+    odd = tmp_path / "\udcff"  # a folder whose name is no text, but a byte
+    names = [text.get_text() for text in legend_of([make_run(odd), tmp_path / "_a"])]
+    assert names == ["?", "_a"]
     texts = legend_of([make_run(tmp_path / "x", env_id="_$5$")])
     assert texts[0].get_text().startswith(" $5$, ") and not texts[0].get_parse_math()
 

@@ -841,15 +841,19 @@ def test_a_run_off_the_main_thread(train):
 
 
 @posix
-def test_a_second_process_on_a_run_is_refused(running, launch):
+def test_a_second_process_on_a_run_is_refused(running, capsys):
     """Guards the table against doubled rows: one line, and the first process goes on."""
     process, folder = running("--checkpoint-every", 1e-6)
     wait_for((folder / "checkpoint.pt").exists, process)
     written = (folder / "config.json").read_bytes()
-    for _ in range(3):
-        status, errors = launch("--resume", folder, **on(FakeEnvs(4)))
-        # The script's name is not pytest's here.
-        assert status == 2 and len(errors.splitlines()) == 1, errors
+    args = pqn_abs.Args(**config(folder)["args"])
+    args.resume = str(folder)
+    args.total_timesteps = load(folder)["global_step"] + 1000
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        pqn_abs.main(args, **on(FakeEnvs(4)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and "another process" in line and str(folder) in line
     assert (folder / "config.json").read_bytes() == written
     process.send_signal(signal.SIGINT)
     end_of(process)

@@ -317,6 +317,14 @@ def test_a_video_with_its_agent_beside_it(minatar_run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.gif", "a.txt"}
 
 
+def test_a_video_on_a_full_disk_is_one_line(minatar_run, tmp_path):
+    (tmp_path / "a.gif").symlink_to("/dev/full")
+    words = ["--episodes", "1", "--video", tmp_path / "a.gif"]
+    _, error = end_of(start(TOOL, minatar_run, *words), status=2)
+    *bar, line = error.splitlines()
+    assert "No space left" in line and all("step [" in text for text in bar if text.strip())
+
+
 class Frames:
     """Counts what is filmed."""
 

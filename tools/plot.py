@@ -166,8 +166,9 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
 def legend(figure: plt.Figure, lines: dict[str, plt.Line2D]) -> None:
     """One legend above for all axes."""
     columns = max(1, 100 // (8 + max(map(len, lines))))
+    names = [name.encode(errors="replace").decode() for name in lines]  # a folder's may be bytes
     place = {"loc": "outside upper center", "ncols": columns}
-    for text in figure.legend(lines.values(), lines.keys(), **place).get_texts():
+    for text in figure.legend(lines.values(), names, **place).get_texts():
         text.set_parse_math(False)  # a $ in a name is a $
 
 

@@ -14,6 +14,7 @@ MUJOCO_GL=egl; where that fails, set MUJOCO_GL=osmesa.
 """
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -166,13 +167,14 @@ def main(args):
         os.environ.setdefault("MUJOCO_GL", "egl")
     envs, act, fire, agent = load_run(args)
     print(json.dumps(agent), flush=True)
-    video = None
+    video, film = None, io.BytesIO()
     if args.video:
         args.video.with_suffix(".txt").write_text(json.dumps(agent) + "\n")
-        video = imageio.get_writer(args.video, duration=1000 / STEPS_PER_SECOND, loop=0)
+        video = imageio.get_writer(film, "gif", duration=1000 / STEPS_PER_SECOND, loop=0)
     scores = np.array(play(envs, act, args, fire, video))
     if video:
         video.close()
+        args.video.write_bytes(film.getvalue())
     text = f"{len(scores)} games: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
 
