@@ -291,6 +291,21 @@ def test_an_answer_earns_1_if_it_is_the_sum(train):
         assert float(row[f"charts/{name}"]) == 0.75
 
 
+class Hesitant(Tiny):
+    """The right answers are the likeliest, but far from certain."""
+
+    def forward(self, tokens):
+        answers = F.one_hot(solutions(tokens[:, :PROMPT]), len(VOCABULARY))
+        return 0.01 * super().forward(tokens) + 3.0 * F.pad(answers, (0, 0, PROMPT - 1, 0))
+
+
+def test_greedy_answers_are_the_likeliest_ones(train):
+    """Guards the two accuracies from each other."""
+    (row,) = rows(train(1, Hesitant) / "metrics.csv")
+    assert float(row["charts/greedy_accuracy"]) == 1
+    assert float(row["charts/sampled_accuracy"]) < 0.5
+
+
 def test_fresh_data_is_on_policy_to_the_bit(train, guessing):
     """Guards ρ = 1 where sampler and learner are one: e_B = 1, no pull, nothing capped."""
     folder = train(4, guessing.part)

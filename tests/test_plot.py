@@ -178,6 +178,15 @@ def test_a_run_of_one_step_has_whole_steps_on_its_axis(tmp_path):
     assert ticks_of(length) == ["0", "1"]
 
 
+def test_the_runs_of_results_are_read():
+    """Also those of early versions, whose options were others."""
+    folders = [path.parent for path in ROOT.glob("results/*/**/config.json")]
+    runs = [folder for folder in folders if "p3o_tokens" not in folder.parts]
+    assert len(runs) > 400
+    for folder in runs:
+        plot.read_run(folder)
+
+
 def test_a_run_in_progress_is_drawn(tmp_path):
     run = make_run(tmp_path / "run", HEADER + ROWS + "254,4.0,6")
     assert plot.read_run(run).columns["global_step"].tolist() == [64, 128, 190]

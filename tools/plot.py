@@ -99,7 +99,7 @@ def read_run(folder: Path) -> Run:
             problem += "results/p3o_tokens/figure.py draws such runs"
             raise ValueError
         numbers = [args[name] for name in NUMBERS.split()]
-        numbers += [args["delta_min"] or 0, args["delta_max"] or 0]  # early runs had none
+        numbers += [args.get("delta_min") or 0, args.get("delta_max") or 0]  # early runs had none
         if not all(abs(number) < LARGEST for number in numbers):
             raise ValueError
         game = title(args["env_id"])
@@ -121,7 +121,7 @@ def style(i: int, points: int) -> dict:
     """The i-th curve's colour and marker. About ten of its points have a marker."""
     every = max(1, points // 10)
     look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-    return look | {"markersize": 4.5, "markevery": (i * every // 3 % every, every)}
+    return look | {"markersize": 4.5, "markevery": (2 * i * every // 5 % every, every)}
 
 
 def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
@@ -156,9 +156,11 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     for end, limit in limits:
         if limit is not None:
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
-            x, side = (0.003, "left") if end == "min" else (0.997, "right")
-            look = {"ha": side, "va": "bottom", "fontsize": 9, "color": "0.3"}
-            look["transform"] = axis.get_yaxis_transform()
+            look = {"fontsize": 9, "color": "0.3", "transform": axis.get_yaxis_transform()}
+            if end == "min":  # names are where curves seldom are
+                x, look["ha"], look["va"] = 0.005, "left", "top"
+            else:
+                x, look["ha"], look["va"] = 0.995, "right", "bottom"
             axis.text(x, limit, f"${symbol}_\\{end}$ = {limit:g}", **look)
     axis.autoscale_view(scalex=False)  # axhline does not widen a view that a limit is in
 
