@@ -15,6 +15,7 @@ from gymnasium.spaces import Box, Discrete
 from helpers import ROOT, config, end_of, load, start
 from test_plot import without
 
+import ppo_abs_continuous
 from tools import watch
 
 TOOL = ROOT / "tools" / "watch.py"
@@ -157,9 +158,9 @@ def lines_of(capsys):
 def test_an_agent_that_waits_is_mentioned_once(has_fire, capsys, monkeypatch):
     """A greedy Breakout agent that never presses FIRE plays to the time limit."""
     monkeypatch.setattr(watch, "STUCK", 5)
-    envs = Planned(3, 20, 20)
+    envs = Planned(3, 20, 17)
     envs.fire_action = 2 * has_fire
-    play(envs, always(0), 3)
+    play(envs, always(0), 6)
     (line,) = lines_of(capsys)
     assert "same action and no reward for 5 steps" in line
     assert line.endswith("waiting for FIRE" if has_fire else "stuck")
@@ -304,6 +305,29 @@ def test_scores_are_those_of_the_saved_network(cartpole):
     assert json.loads(agent) == expected | {"global_step": 1024, "adapt_rollout": False}
     spread = f"standard deviation {np.std(scores):.2f}, min {min(scores)}, max {max(scores)}"
     assert summary == f"3 games: mean {np.mean(scores):.2f}, {spread}"
+
+
+def test_a_continuous_run_is_watched_with_its_moments(tmp_path):
+    """The same game once more: means of the policy, observations scaled as at the run's end."""
+    words = ["--env-id", "Pendulum-v1", "--total-timesteps", "1024", "--run-name", "run"]
+    end_of(start(ROOT / "ppo_abs_continuous.py", *words, "--runs-dir", tmp_path))
+    out, _ = end_of(start(TOOL, tmp_path / "run", "--episodes", "1"))
+    checkpoint = load(tmp_path / "run")
+    moments = {name: np.array(value) for name, value in checkpoint["observations"].items()}
+    env = gymnasium.make("Pendulum-v1")
+    spaces = {"observation": env.observation_space, "action": env.action_space}
+    spaces = {f"single_{name}_space": space for name, space in spaces.items()}
+    network = ppo_abs_continuous.ActorCritic(SimpleNamespace(**spaces))
+    network.load_state_dict(checkpoint["network"])
+    obs, _ = env.reset(seed=1)
+    score, over = 0.0, False
+    while not over:
+        scaled = (obs - moments["mean"]) / np.sqrt(moments["squares"] / moments["count"] + 1e-8)
+        means, _ = network(torch.tensor(scaled.clip(-10, 10), dtype=torch.float32)[None])
+        obs, reward, terminated, truncated, _ = env.step(means[0].detach().numpy().clip(-2, 2))
+        score += float(reward)
+        over = terminated or truncated
+    assert abs(float(out.partition("mean ")[2].partition(",")[0]) - score) < 0.1
 
 
 def test_a_video_with_its_agent_beside_it(minatar_run, tmp_path):

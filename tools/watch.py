@@ -123,6 +123,7 @@ def play(envs, act, args, fire=False, video=None) -> list[float]:
     score = np.zeros(num_envs)
     last_actions = None
     repeats = np.zeros(num_envs, int)  # steps with the same action and without a reward
+    is_told = False  # that a game goes on so
     frames_left = LONGEST if video else 0
     interval = 0.1 if sys.stderr.isatty() else 60  # seconds from one drawing of the bar to the next
     with tqdm(unit="step", mininterval=interval) as bar:
@@ -142,7 +143,8 @@ def play(envs, act, args, fire=False, video=None) -> list[float]:
                 lost_life = (info["lives"] < lives) & ~ended
                 lives = np.array(info["lives"])
             repeats = np.where(is_same & ~ended & (np.array(reward) == 0), repeats + 1, 0)
-            if repeats.max() == STUCK:
+            if repeats.max() == STUCK and not is_told:
+                is_told = True
                 what = f"a game has seen the same action and no reward for {STUCK} steps"
                 why = "waiting for FIRE" if getattr(envs, "fire_action", 0) else "stuck"
                 tqdm.write(f"{what}: the agent may be {why}", file=sys.stderr)
