@@ -191,6 +191,7 @@ def test_curves_over_steps(tmp_path):
         # A standard error is a quarter of the interval, or sd / sqrt(n): two of its digits count.
         ({"change": 6.9123, "change_low": 3.3123, "change_high": 10.79}, ["6.9", "3.3", "10.8"]),
         ({"IQM": 1.0477, "IQM_low": 1.0178, "IQM_high": 1.08095}, ["1.048", "1.018", "1.081"]),
+        ({"change": 5.1234, "change_low": 3.6, "change_high": 6.6}, ["5.12", "3.60", "6.60"]),
         ({"mean": 61.316, "sd": 2.33707, "n": 5, "updates": 27430}, ["61.3", "2.3", "5", "27430"]),
         ({"mean": 18.0, "sd": 1.3377, "n": 5}, ["18.00", "1.34", "5"]),
         ({"mean": 4821.33, "sd": 905.2, "n": 5}, ["4821", "905", "5"]),

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from helpers import ROOT, config, end_of, load, start
+from helpers import ROOT, FakeEnvs, SmallNetwork, config, end_of, load, start
 from test_plot import without
 
 import ppo_abs_continuous
+import pqn_abs
 from tools import watch
 
 TOOL = ROOT / "tools" / "watch.py"
@@ -43,13 +45,16 @@ def minatar_run(tmp_path_factory):
 
 
 class Planned:
-    """Games that end as planned, with the action times its worth as reward, and 100 at the end."""
+    """Games that end as planned. Rewards are the action times its worth, and a bonus at the end."""
 
     fire_action = 2
 
-    def __init__(self, *lengths, life_lost_at=(), life_won_at=(), first_action=0, worth=1):
+    def __init__(
+        self, *lengths, life_lost_at=(), life_won_at=(), first_action=0, worth=1, bonus=100.0
+    ):
         self.lengths = np.array(lengths)
         self.worth = worth
+        self.bonus = bonus
         self.num_envs = len(lengths)
         self.single_action_space = Discrete(4, start=first_action)
         self.life_lost_at = life_lost_at
@@ -73,7 +78,7 @@ class Planned:
         self.step_count += 1
         ended = self.step_count == self.lengths
         self.step_count[ended] = 0
-        rewards = self.worth * actions + 100.0 * ended
+        rewards = self.worth * actions + self.bonus * ended
         actions[:] = 9  # as environments may
         cut = ended & (self.lengths == 7)
         return np.zeros((self.num_envs, 1)), rewards, ended & ~cut, cut, {"lives": self.lives()}
@@ -175,7 +180,7 @@ def test_an_agent_that_plays_is_not_called_stuck(reason, capsys, monkeypatch):
         alternating = iter([0, 1] * 10)
         play(Planned(20, worth=0), lambda observations: np.array([next(alternating)]), 1)
     else:
-        play(Planned(4, 5), always(0), 6)
+        play(Planned(4, 5, bonus=0.0), always(0), 6)
     assert not lines_of(capsys)
 
 
@@ -270,6 +275,24 @@ def test_an_example_is_watched_as_it_acts(tmp_path, train, monkeypatch, capsys):
             totals[i] = 0
     played = [score for i in range(10) for score in scores[i][: 2 if i < 5 else 1]]
     assert summary.startswith(f"15 games: mean {np.mean(played):.2f}, ")
+
+
+def test_games_are_whole_where_a_lost_life_ended_an_episode(tmp_path, monkeypatch):
+    seen = []
+
+    def make_envs(args):
+        seen.append(args)
+        return FakeEnvs(args.num_envs)
+
+    parts = {"Args": pqn_abs.Args, "make_envs": make_envs, "QNetwork": SmallNetwork}
+    monkeypatch.setattr(watch, "find_parts", lambda name: parts)
+    args = asdict(pqn_abs.Args(episodic_life=True))
+    (tmp_path / "config.json").write_text(json.dumps({"script": "x.py", "args": args}))
+    weights = SmallNetwork(FakeEnvs(1)).state_dict()
+    torch.save({"network": weights, "global_step": 5}, tmp_path / "checkpoint.pt")
+    envs, _, fire, _ = watch.load_run(watch.Args(tmp_path, episodes=3))
+    assert fire and envs.num_envs == 3
+    assert seen[0].episodic_life is False
 
 
 # --- Real runs ---
