@@ -42,7 +42,7 @@ iteration also logs what drives L for Q-learning: the Behavioral Divergence (BD)
 of the M states whose most likely action has changed. L_min, L_max, δ_min and δ_max are those of PPO
 (ppo_abs.py), not tuned for P3O.
 
-One GPU or a laptop:
+One GPU (on a CPU that has other work, put OMP_NUM_THREADS=1 before it):
     python p3o_abs.py --env-id BreakoutNoFrameskip-v4
 Learn from the last 4 rollouts, too:
     python p3o_abs.py --replay-rollouts 4
@@ -259,8 +259,8 @@ def reset(args, envs, seed, device):
     obs, info = envs.reset(seed=seed)
     if not isinstance(obs, np.ndarray):
         fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
-    if args.episodic_life and "lives" not in info:
-        fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
+    if args.episodic_life and not ("lives" in info and hasattr(envs, "fire_action")):
+        fail(f"--episodic-life: {args.env_id} has no lives or fire_action; use --no-episodic-life")
     lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
     return to_tensor(obs, device), lives
 

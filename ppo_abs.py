@@ -31,7 +31,7 @@ steps, as they are half and twice 32 in the paper's Q-learning. δ_min and δ_ma
 quantiles of δ in plain PPO on four games (results/ppo_kl). By default the learning rate falls to 0,
 and δ with it. So L grows at the end, whatever the policy does.
 
-One GPU or a laptop:
+One GPU:
     python ppo_abs.py --env-id BreakoutNoFrameskip-v4
 A first impression on a laptop, with one thread, because two would wait for each other whenever
 something else runs:
@@ -246,8 +246,8 @@ def reset(args, envs, seed, device):
     obs, info = envs.reset(seed=seed)
     if not isinstance(obs, np.ndarray):
         fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
-    if args.episodic_life and "lives" not in info:
-        fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
+    if args.episodic_life and not ("lives" in info and hasattr(envs, "fire_action")):
+        fail(f"--episodic-life: {args.env_id} has no lives or fire_action; use --no-episodic-life")
     lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
     return to_tensor(obs, device), lives
 

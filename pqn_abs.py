@@ -246,8 +246,8 @@ def reset(args, envs, seed, device):
     obs, info = envs.reset(seed=seed)
     if not isinstance(obs, np.ndarray):
         fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
-    if args.episodic_life and "lives" not in info:
-        fail(f"--episodic-life: {args.env_id} has no lives; use --no-episodic-life")
+    if args.episodic_life and not ("lives" in info and hasattr(envs, "fire_action")):
+        fail(f"--episodic-life: {args.env_id} has no lives or fire_action; use --no-episodic-life")
     lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
     return to_tensor(obs, device), lives
 
