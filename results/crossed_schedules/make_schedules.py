@@ -22,7 +22,9 @@ for folder in sorted(Path(sys.argv[1]).glob("*__*__*/")):
     run = plot.read_run(folder)
     rate, game, _ = folder.name.split("__")
     setting = f"{rate}_{game}"
-    lengths[setting].append(np.interp(STEPS, run.columns[plot.STEP], run.columns[plot.LENGTH]))
+    # The L in force at a step is that of the next row. Thinned runs have the last row of each L.
+    rows = np.searchsorted(run.columns[plot.STEP], STEPS)
+    lengths[setting].append(run.columns[plot.LENGTH][rows])
     scores[setting].append(report.score(run, window=0.2))
     measured = run.columns[plot.DIVERGENCE]
     divergences.extend(measured[np.isfinite(measured)])
