@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import tarfile
 
 import pytest
 from helpers import ROOT, FakeEnvs, column, rows
@@ -16,7 +17,7 @@ def open_loop(monkeypatch):
     return importlib.import_module("open_loop")
 
 
-def test_l_is_that_of_the_studys_runs(open_loop):
+def test_l_is_that_of_the_studys_runs(open_loop, tmp_path):
     """Steps are counted here as the runs counted them: 32 environments, L anew every 10th time."""
     loop = open_loop.OpenLoop(*open_loop.SCHEDULE.T)
     length = 32.0
@@ -28,7 +29,9 @@ def test_l_is_that_of_the_studys_runs(open_loop):
         expected[loop.step] = round(length)
         if iteration % 10 == 0:
             length = loop(0.5, length)
-    runs = sorted((STUDY / "confirmation").glob("c__*/metrics.csv"))
+    with tarfile.open(STUDY / "confirmation.tar.gz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    runs = sorted(tmp_path.glob("confirmation/c__*/metrics.csv"))
     assert len(runs) == 60 and len(set(expected.values())) > 5
     for run in runs:
         found = rows(run)

@@ -47,5 +47,5 @@ def rows(study: report.Study) -> list[dict]:
 
 
 if __name__ == "__main__":
-    study = report.read_study(report.Args((HERE,)))
+    study = report.read_study(report.Args((HERE / "runs",)))
     print(report.write(HERE / "report" / "signals.csv", rows(study)))

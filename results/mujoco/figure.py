@@ -1,11 +1,8 @@
-"""The tables and the figure of this folder:  figure.py [RUNS]
+"""The tables and the figure of this folder, from the runs in runs.
 
-RUNS is a folder of finished runs by tools/suite.py. Their config.json and metrics.csv come here
-first, numbers with six digits.
+python results/mujoco/figure.py
 """
 
-import csv
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,23 +18,8 @@ OTHERS = {"constant": "ABS, constant rate", "ended": "L = 2,048, limits end"}
 GAMES = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5")
 
 
-def take(runs):
-    """Copy the finished runs into this folder."""
-    for source in sorted(Path(runs).glob("*__*__*/")):
-        run = plot.read_run(source)
-        if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
-            continue
-        target = HERE / source.name
-        target.mkdir(exist_ok=True)
-        shutil.copy(source / "config.json", target)
-        with open(source / "metrics.csv") as file, open(target / "metrics.csv", "w") as copy:
-            writer = csv.writer(copy, lineterminator="\n")
-            for row in csv.reader(file):
-                writer.writerow([f"{float(c):.6g}" if "." in c else c for c in row])
-
-
 def runs_of(arm, game):
-    return [plot.read_run(folder) for folder in sorted(HERE.glob(f"{arm}__{game}__*/"))]
+    return [plot.read_run(folder) for folder in sorted((HERE / "runs").glob(f"{arm}__{game}__*/"))]
 
 
 def print_scores():
@@ -91,7 +73,7 @@ def draw():
     """Return, KL and L of the arms that have the same seeds of all games."""
     folders, labels = [], []
     for arm, name in ARMS.items():
-        if found := sorted(HERE.glob(f"{arm}__*/")):
+        if found := sorted((HERE / "runs").glob(f"{arm}__*/")):
             folders += found
             labels.append(f"*/{arm}__*={name}")
     study = report.read_study(report.Args(runs=tuple(folders), label=tuple(labels)))
@@ -106,8 +88,6 @@ def draw():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        take(sys.argv[1])
     print_scores()
     print_signals()
     try:

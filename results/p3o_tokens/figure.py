@@ -1,11 +1,9 @@
-"""The figure and the table of this folder:  figure.py [RUNS]
+"""The figure and the table of this folder, from the runs in runs: CONDITION__LOSS__SEED.
 
-RUNS is a folder of finished runs, named CONDITION__LOSS__SEED. Their config.json and every other
-row of metrics.csv come here first. Rows are those with odd iterations, and the last.
+python results/p3o_tokens/figure.py
 """
 
 import csv
-import json
 import sys
 from pathlib import Path
 
@@ -32,29 +30,6 @@ METRICS = {
 }
 
 
-def take(runs):
-    """Copy thinned runs into this folder."""
-    for source in sorted(Path(runs).iterdir()):
-        with open(source / "metrics.csv") as file:
-            rows = list(csv.DictReader(file))
-        kept = [row for i, row in enumerate(rows) if i % 2 == 0 or i == len(rows) - 1]
-        target = HERE / source.name
-        target.mkdir(exist_ok=True)
-        with open(target / "metrics.csv", "w") as file:
-            table = csv.DictWriter(file, rows[0], lineterminator="\n")
-            table.writeheader()
-            for row in kept:
-                table.writerow({name: shortened(cell) for name, cell in row.items()})
-        config = json.loads((source / "config.json").read_text())
-        config["args"]["runs_dir"] = "runs"
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def shortened(cell):
-    """Six digits are enough."""
-    return f"{float(cell):.6g}" if "." in cell else cell
-
-
 def column(folder, name):
     """Steps and values of one column, without its empty cells."""
     with open(folder / "metrics.csv") as file:
@@ -64,7 +39,7 @@ def column(folder, name):
 
 
 def runs_of(condition, loss):
-    return sorted(HERE.glob(f"{condition}__{loss}__*"))
+    return sorted((HERE / "runs").glob(f"{condition}__{loss}__*"))
 
 
 def smoothed(values, width=5):
@@ -128,7 +103,5 @@ def print_table():
             print(f"| {title} ({len(runs)}) | {loss} | {' | '.join(cells)} |")
 
 
-if len(sys.argv) > 1:
-    take(sys.argv[1])
 draw(HERE / "figure.png")
 print_table()

@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib import image
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tools import plot
+
 LINE = np.array([76, 114, 176]) / 255  # its colour
 X = {0: 87, 10e6: 375}  # steps: column of pixels, of both panels' first and last tick
 PANELS = {  # scores: row of pixels, of two ticks; million steps
@@ -19,8 +22,7 @@ PANELS = {  # scores: row of pixels, of two ticks; million steps
 
 picture = image.imread(sys.argv[1])[:, :, :3]
 for game, (scores, millions) in PANELS.items():
-    path = Path(__file__).parent / game.lower() / "episodes.csv"
-    episodes = np.loadtxt(path, delimiter=",", skiprows=1)
+    run = plot.read_run(Path(__file__).parent / "runs" / game.lower())
     (low, bottom), (high, top) = scores.items()
     published, ours = [], []
     for million in millions:
@@ -30,7 +32,8 @@ for game, (scores, millions) in PANELS.items():
             near = np.abs(picture[top - 20 : bottom + 5, column] - LINE).sum(axis=1) < 0.3
             rows.append(top - 20 + np.flatnonzero(near).mean())
         published.append(low + (bottom - np.mean(rows)) / (bottom - top) * (high - low))
-        ours.append(episodes[episodes[:, 0] <= million * 1e6][-100:, 1].mean())
+        last = np.searchsorted(run.columns[plot.STEP], million * 1e6, side="right") - 1
+        ours.append(run.columns[plot.RETURN][last])
     print(f"| {game}, million steps | " + " | ".join(f"{million:g}" for million in millions) + " |")
     print("|---" * (len(millions) + 1) + "|")
     for name, values in (("CleanRL, three seeds", published), ("ours", ours)):
