@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -167,6 +168,13 @@ def contents(folder):
 
 
 started = []  # processes; conftest.py ends what a test leaves running
+
+
+def unpacked(name, folder):
+    """The folder of runs in results/<name>.tar.gz, unpacked below another folder."""
+    with tarfile.open(ROOT / "results" / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / Path(name).name
 
 
 def start(*command, **options):

@@ -2,10 +2,9 @@
 
 import importlib
 import sys
-import tarfile
 
 import pytest
-from helpers import ROOT, FakeEnvs, column, rows
+from helpers import ROOT, FakeEnvs, column, rows, unpacked
 
 STUDY = ROOT / "results" / "minatar_study"
 
@@ -29,9 +28,7 @@ def test_l_is_that_of_the_studys_runs(open_loop, tmp_path):
         expected[loop.step] = round(length)
         if iteration % 10 == 0:
             length = loop(0.5, length)
-    with tarfile.open(STUDY / "confirmation.tar.gz") as packed:
-        packed.extractall(tmp_path, filter="data")
-    runs = sorted(tmp_path.glob("confirmation/c__*/metrics.csv"))
+    runs = sorted(unpacked("minatar_study/confirmation", tmp_path).glob("c__*/metrics.csv"))
     assert len(runs) == 60 and len(set(expected.values())) > 5
     for run in runs:
         found = rows(run)

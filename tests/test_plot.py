@@ -1,14 +1,12 @@
 """tools/plot.py draws what a run writes, and refuses anything else in one line."""
 
 import json
-import resource
 import subprocess
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import FakeEnvs, end_of, start
+from helpers import FakeEnvs, end_of, start, unpacked
 
 from tools import plot
 
@@ -183,8 +181,8 @@ def test_a_run_of_one_step_has_whole_steps_on_its_axis(tmp_path):
 def test_the_runs_of_results_are_read(tmp_path):
     """Also those of early versions, whose options were others."""
     for archive in ROOT.glob("results/*/*.tar.gz"):
-        with tarfile.open(archive) as packed:
-            packed.extractall(tmp_path / archive.parent.name, filter="data")
+        name = archive.relative_to(ROOT / "results").as_posix().removesuffix(".tar.gz")
+        unpacked(name, tmp_path / archive.parent.name)
     runs = [path.parent for path in tmp_path.rglob("config.json") if "p3o_tokens" not in path.parts]
     assert len(runs) > 400
     for folder in runs:
@@ -334,6 +332,8 @@ def test_a_run_of_p3o_tokens_has_no_episodes(tmp_path):
 
 def small_files():
     """For a process that is about to start: no file may have more than 10,000 bytes."""
+    import resource  # Windows has none
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
 

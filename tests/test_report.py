@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, end_of, start
+from helpers import ROOT, end_of, start, unpacked
 from scipy.stats import spearmanr
 
 from tools import report
@@ -375,10 +375,11 @@ def test_signals_plain_and_given_the_step(tmp_path, monkeypatch):
     assert np.isnan(signals.correlations(run, "v")).all()
 
 
-def test_the_pilots_signals(monkeypatch):
+def test_the_pilots_signals(monkeypatch, tmp_path):
     """What is committed is what the script computes."""
     signals = signals_of(monkeypatch)
-    found = signals.rows(report.read_study(report.Args((signals.HERE,))))
+    runs = unpacked("minatar_pilot/runs", tmp_path)
+    found = signals.rows(report.read_study(report.Args((runs,))))
     committed = table(signals.HERE / "report" / "signals.csv")
     for row, old in zip(found, committed, strict=True):
         for name, value in row.items():
@@ -409,7 +410,7 @@ def plain_score(run):
 
 def test_the_pilot(tmp_path):
     """Old runs are read; one of its scores, added up row by row, and the published contrasts."""
-    pilot, out = ROOT / "results" / "minatar_pilot", tmp_path / "report"
+    pilot, out = unpacked("minatar_pilot/runs", tmp_path), tmp_path / "report"
     report.main(report.Args((pilot,), out))
     means = [plain_score(pilot / f"asterix_abs_{seed}") for seed in range(1, 6)]
     row = table(out / "scores.csv")[0]
@@ -420,12 +421,13 @@ def test_the_pilot(tmp_path):
     assert [round(float(row["p"]), 3) for row in pooled] == [0.014, 0.082, 0.058]
 
 
-def test_the_verdict():
+def test_the_verdict(tmp_path):
     """README's four contrasts are the committed ones, and these follow from the study's rows."""
     study = ROOT / "results" / "minatar_study"
+    confirmation = unpacked("minatar_study/confirmation", tmp_path)
     logs = {}
     for arm in "abcde":
-        runs = sorted((study / "confirmation").glob(f"{arm}__*"))
+        runs = sorted(confirmation.glob(f"{arm}__*"))
         assert len(runs) == 60
         logs[arm] = np.log([plain_score(run) for run in runs])
     readme = (ROOT / "README.md").read_text()
@@ -436,3 +438,15 @@ def test_the_verdict():
         change, low, high = [float(row[k]) for k in ("change", "change_low", "change_high")]
         p = float(f"{float(row['p_holm']):.2g}")
         assert f"| {change:+.1f}% ({low:.1f} to {high:.1f}) | {p} |" in readme
+
+
+def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
+    """Guards against a mean over two programs, or two learning rates; --label says it is meant."""
+    make_arm(tmp_path, "abs", {"breakout": [4, 5]}, adapt_rollout=True)
+    for seed, script in ((3, "my_abs.py"), (4, "my_abs.py")):
+        run = tmp_path / f"mine__breakout__{seed}"
+        make_run(run, 6, script=script, env_id="breakout", seed=seed, adapt_rollout=True)
+    with pytest.raises(ValueError, match="differ in script: name their arms by --label"):
+        report.read_study(report.Args((tmp_path,)))
+    label = ("*=both",)
+    assert report.read_study(report.Args((tmp_path,), label=label)).scores["both"].shape == (1, 4)

@@ -41,6 +41,7 @@ except ImportError as error:
 NAMES = {RETURN: "learning_curves", LENGTH: "rollout_length"}
 NAMES |= {DIVERGENCE: "divergence", KL: "kl_divergence"}
 RELATIVE = "Relative return"
+PER_RUN = {"env_id", "seed", "run_name", "runs_dir", "resume"}  # may differ within an arm
 RESAMPLES, PERMUTATIONS, POINTS = 4000, 20_000, 50
 
 
@@ -85,6 +86,7 @@ def read_study(args: Args) -> Study:
         if total != runs[0].args["total_timesteps"] or total > run.columns[STEP][-1]:
             raise ValueError(f"{run.folder} is unfinished, or not as long as {runs[0].folder}")
     runs.sort(key=lambda run: (not run.args["adapt_rollout"], run.args["num_steps"]))
+    labelled = []
     for label in args.label:
         glob, _, name = label.partition("=")
         found = [run for run in runs if fnmatch.fnmatchcase(run.folder.as_posix(), glob)]
@@ -92,7 +94,14 @@ def read_study(args: Args) -> Study:
             raise ValueError(f"--label {label!r} names no run; give it as GLOB=NAME")
         for run in found:
             run.arm = name
+        labelled += found
         runs = [run for run in runs if run not in found] + found
+    for run in runs:
+        first = next(other for other in runs if other.arm == run.arm)
+        for name in run.args.keys() & first.args.keys() - PER_RUN:
+            if run.args[name] != first.args[name] and run not in labelled:
+                where = f"{run.folder} and {first.folder} are both {run.arm!r}"
+                raise ValueError(f"{where}, but differ in {name}: name their arms by --label")
     games = sorted({run.args["env_id"] for run in runs})
     seeds = sorted({run.args["seed"] for run in runs})
     if len(seeds) < 2:

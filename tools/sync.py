@@ -12,8 +12,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = "pqn_abs pqn_abs_xl gns_baseline ppo_abs ppo_abs_continuous p3o_abs p3o_tokens"
-SCRIPTS = [f"{name}.py" for name in NAMES.split()]
+SCRIPTS = [  # the order decides who owns a text
+    "pqn_abs.py",
+    "pqn_abs_xl.py",
+    "gns_baseline.py",
+    "ppo_abs.py",
+    "ppo_abs_continuous.py",
+    "p3o_abs.py",
+    "p3o_tokens.py",
+]
 OWN = {"Args", "main", "check_args"}  # each script has its own
 EXCEPTIONS = {  # definitions that differ from those of the same name in other scripts
     ("QNetwork", "pqn_abs_xl.py"),
@@ -25,10 +32,10 @@ EXCEPTIONS = {  # definitions that differ from those of the same name in other s
 }
 
 
-def definitions(source: str) -> dict[str, tuple[int, int]]:
+def definitions(source: str, script: str = "") -> dict[str, tuple[int, int]]:
     """First and last line, counted from 0 and excluded, of each top-level definition."""
     places = {}
-    for node in ast.parse(source).body:
+    for node in ast.parse(source, script).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             places[node.name] = first - 1, node.end_lineno
@@ -44,7 +51,8 @@ def synchronise(sources: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     drifted = []
     for script, source in sources.items():
         lines = source.splitlines(keepends=True)
-        for name, (start, end) in reversed(definitions(source).items()):  # from the bottom up
+        places = definitions(source, script)
+        for name, (start, end) in reversed(places.items()):  # from the bottom up
             if name in OWN or (name, script) in EXCEPTIONS:
                 continue
             own = "".join(lines[start:end])
@@ -60,13 +68,14 @@ def main(words: list[str]) -> int:
     if words not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
-    synced, drifted = synchronise({script: (ROOT / script).read_text() for script in SCRIPTS})
+    sources = {script: (ROOT / script).read_text(encoding="utf-8") for script in SCRIPTS}
+    synced, drifted = synchronise(sources)
     for line in drifted:
-        print(line)
+        print(line if words else f"{line}: overwritten")
     if words:
         return int(bool(drifted))
     for script, source in synced.items():
-        (ROOT / script).write_text(source)
+        (ROOT / script).write_text(source, encoding="utf-8", newline="\n")
     return 0
 
 
