@@ -161,12 +161,13 @@ def play(envs, act, args, fire=False, video=None) -> list[float]:
 
 
 def main(args):
-    import imageio.v2 as imageio  # here, where one line says that it is missing
-
     if args.episodes < 1 or (args.video and args.video.suffix != ".gif"):
         raise ValueError("--episodes must be at least 1, and --video end in .gif")
-    if args.video and sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")
+    if args.video:
+        import imageio.v2 as imageio  # here, where one line says that it is missing
+
+        if sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")
     envs, act, fire, agent = load_run(args)
     print(json.dumps(agent), flush=True)
     video, film = None, io.BytesIO()
@@ -177,7 +178,8 @@ def main(args):
     if video:
         video.close()
         args.video.write_bytes(film.getvalue())
-    text = f"{len(scores)} games: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
+    games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
+    text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
 
 
