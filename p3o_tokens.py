@@ -698,8 +698,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            python = "python"
+            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
+                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    python {command} {self.folder}")
+                say(f"    {python} {command} {self.folder}")
 
 
 def launch(Args=Args, **parts):

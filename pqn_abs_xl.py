@@ -237,7 +237,7 @@ def make_envs(args: Args):
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
-        fail(f"--env-id {args.env_id} is no game here; try BreakoutNoFrameskip-v4 or ALE/Pong-v5")
+        fail(f"--env-id {args.env_id} is no game here, or skips frames at random; try ALE/Pong-v5")
     say(f"loading {args.num_envs} x {args.env_id}")  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -820,8 +820,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
+            python = "python"
+            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
+                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    python {command} {self.folder}")
+                say(f"    {python} {command} {self.folder}")
 
 
 class Follower(AbstractContextManager):

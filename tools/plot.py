@@ -1,6 +1,6 @@
 """Draw one or several runs: return, the divergence that drives L, and L, over environment steps.
 
-    python tools/plot.py runs/A runs/B ... [--out plot.png]
+    python tools/plot.py runs/A runs/B ... [--out picture.png]
 
 A run in progress is drawn as far as it is. tools/report.py compares finished runs, with intervals.
 """
@@ -29,7 +29,7 @@ try:
     from matplotlib import ticker
     from PIL import Image
 except ImportError as error:
-    fail(f"{error}; pip install -r requirements-dev.txt")
+    fail(f"{error}; pip install -r requirements.txt")
 
 STEP, RETURN, LENGTH = "global_step", "charts/episodic_return", "abs/rollout_length"
 DIVERGENCE, KL = "abs/behavioral_divergence", "abs/kl_divergence"
@@ -48,7 +48,7 @@ LARGEST = 1e30  # of the numbers that are drawn
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # folders of runs
-    out: Path = Path("plot.png")  # the picture: .png, .svg or .pdf
+    out: Path | None = None  # the picture: .png, .svg or .pdf; by default plot.png in the first run
 
 
 @dataclass(eq=False)
@@ -222,10 +222,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 def main(args: Args) -> None:
-    if not args.runs or args.out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError("name at least one run's folder, and --out must end in .png, .svg or .pdf")
-    save(draw([read_run(folder) for folder in args.runs]), args.out)
-    print(args.out)
+    if not args.runs:
+        raise ValueError("name at least one run's folder")
+    out = args.out or args.runs[0] / "plot.png"
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--out {out}: it must end in .png, .svg or .pdf")
+    save(draw([read_run(folder) for folder in args.runs]), out)
+    print(out)
 
 
 if __name__ == "__main__":

@@ -112,8 +112,8 @@ def picture(envs, observations):
     return frame.repeat(scale, 0).repeat(scale, 1)
 
 
-def play(envs, act, args, fire=False, video=None) -> list[float]:
-    """The scores of whole games of all environments."""
+def play(envs, act, args, fire=False, film=None) -> list[float]:
+    """The scores of whole games of all environments. --video's pictures are added to film."""
     num_envs = envs.num_envs
     planned = [len(range(i, args.episodes, num_envs)) for i in range(num_envs)]
     scores = []
@@ -124,12 +124,12 @@ def play(envs, act, args, fire=False, video=None) -> list[float]:
     last_actions = None
     repeats = np.zeros(num_envs, int)  # steps with the same action and without a reward
     is_told = False  # that a game goes on so
-    frames_left = LONGEST if video else 0
+    frames_left = 0 if film is None else LONGEST
     interval = 0.1 if sys.stderr.isatty() else 60  # seconds from one drawing of the bar to the next
     with tqdm(unit="step", mininterval=interval) as bar:
         while len(scores) < args.episodes:
             if frames_left > 0:
-                video.append_data(picture(envs, observations))
+                film.append(picture(envs, observations))
                 frames_left -= 1
             actions = act(observations)
             if fire:
@@ -164,20 +164,21 @@ def main(args):
     if args.episodes < 1 or (args.video and args.video.suffix != ".gif"):
         raise ValueError("--episodes must be at least 1, and --video end in .gif")
     if args.video:
-        import imageio.v2 as imageio  # here, where one line says that it is missing
+        from PIL import Image  # here, where one line says that it is missing
 
         if sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")
     envs, act, fire, agent = load_run(args)
     print(json.dumps(agent), flush=True)
-    video, film = None, io.BytesIO()
     if args.video:
         args.video.with_suffix(".txt").write_text(json.dumps(agent) + "\n")
-        video = imageio.get_writer(film, "gif", duration=1000 / STEPS_PER_SECOND, loop=0)
-    scores = np.array(play(envs, act, args, fire, video))
-    if video:
-        video.close()
-        args.video.write_bytes(film.getvalue())
+    film = [] if args.video else None
+    scores = np.array(play(envs, act, args, fire, film))
+    if args.video:
+        first, *others = map(Image.fromarray, film)
+        file, look = io.BytesIO(), {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
+        first.save(file, "GIF", save_all=True, append_images=others, **look)
+        args.video.write_bytes(file.getvalue())
     games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
     text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
@@ -189,7 +190,7 @@ if __name__ == "__main__":
         main(args)
     except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        hint = "; pip install -r requirements-dev.txt" if isinstance(error, ImportError) else ""
+        hint = "; pip install -r requirements.txt" if isinstance(error, ImportError) else ""
         text = f"{kind}{error}".partition("\n")[0]
         print(f"watch.py: {args.run}: {text}{hint}", file=sys.stderr)
         raise SystemExit(2) from None
