@@ -35,9 +35,13 @@ class Args:
 
 
 def packed_metrics(path: Path, thin: bool) -> str:
-    with path.open() as file:
-        table = csv.DictReader(file)
-        rows = list(table)
+    text = path.read_text()
+    table = csv.DictReader(
+        text[: text.rfind("\n") + 1].splitlines()
+    )  # a kill may tear the last row
+    rows = list(table)
+    if not rows:
+        raise ValueError(f"{path} has no rows yet")
     names = [name for name in table.fieldnames if not name.startswith(LEFT_OUT)]
     if thin:
         rows = [row for row in rows[:-1] if row.get(plot.DIVERGENCE)] + rows[-1:]
