@@ -77,6 +77,7 @@ def test_the_same_runs_give_the_same_archive(tmp_path):
         end_of(start(TOOL, suite, tmp_path / f"{name}_out" / "runs.tar.gz"))
     first, second = sorted(tmp_path.glob("*/runs.tar.gz"))
     assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes()[4:8] == bytes(4)  # gzip's time of writing
 
 
 def test_bad_input_is_one_line(tmp_path):

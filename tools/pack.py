@@ -35,10 +35,9 @@ class Args:
 
 
 def packed_metrics(path: Path, thin: bool) -> str:
-    text = path.read_text()
-    table = csv.DictReader(
-        text[: text.rfind("\n") + 1].splitlines()
-    )  # a kill may tear the last row
+    written = path.read_text()
+    whole_rows = written[: written.rfind("\n") + 1]  # a kill may tear the last row
+    table = csv.DictReader(whole_rows.splitlines())
     rows = list(table)
     if not rows:
         raise ValueError(f"{path} has no rows yet")
