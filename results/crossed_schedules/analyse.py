@@ -1,6 +1,6 @@
 """The contrasts of PROTOCOL.md, from the runs of the four arms.
 
-    python results/crossed_schedules/analyse.py runs/crossed
+    python results/crossed_schedules/analyse.py results/crossed_schedules/arms
 
 A run's folder is <arm>_<low or high>__<game>__<seed>, where the arm is A, R, X or C.
 """
@@ -17,6 +17,7 @@ from tools import plot, report
 
 ARMS = "A R X C".split()
 CONTRASTS = [("R", "X"), ("A", "R"), ("A", "C")]  # primary
+RUNS = 320  # 4 arms, 10 settings, 8 seeds
 RESAMPLES, PERMUTATIONS = 10_000, 100_000
 rng = np.random.default_rng(0)
 
@@ -24,7 +25,10 @@ rng = np.random.default_rng(0)
 def read(folder: Path, window: float) -> np.ndarray:
     """Scores (arms, settings, seeds), not divided yet. Every cell must have the same seeds."""
     scores = defaultdict(dict)
-    for run_folder in sorted(folder.glob("*__*__*/")):
+    run_folders = sorted(folder.glob("*__*__*/"))
+    if len(run_folders) != RUNS:
+        raise SystemExit(f"{len(run_folders)} of {RUNS} runs; the protocol wants all runs first")
+    for run_folder in run_folders:
         run = plot.read_run(run_folder)
         if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
             raise SystemExit(f"{run_folder} is not finished; the protocol wants all runs first")
