@@ -17,6 +17,7 @@ def make_suite(folder):
         run = folder / name
         run.mkdir(parents=True)
         args = {"total_timesteps": 192, "runs_dir": "/home/someone/runs", "seed": 1}
+        args["resume"] = f"/home/someone/runs/{name}"
         (run / "config.json").write_text(json.dumps({"script": "pqn_abs.py", "args": args}))
         (run / "metrics.csv").write_text(HEADER + rows)
         (run / "checkpoint.pt").write_bytes(b"x" * 1000)
@@ -46,7 +47,7 @@ def test_what_is_kept(tmp_path):
     )
     assert files["study/a__pong__2/metrics.csv"].endswith("\n64,32,,1.25,\n")
     config = json.loads(files["study/a__pong__1/config.json"])
-    args = {"total_timesteps": 192, "runs_dir": "runs", "seed": 1}
+    args = {"total_timesteps": 192, "runs_dir": "runs", "seed": 1, "resume": None}
     assert config == {"script": "pqn_abs.py", "args": args}
 
 

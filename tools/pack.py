@@ -59,7 +59,7 @@ def packed_metrics(path: Path, thin: bool) -> str:
 
 def packed_config(path: Path) -> str:
     config = json.loads(path.read_text())
-    config["args"] = config["args"] | {"runs_dir": "runs"}  # not the path of a machine
+    config["args"] |= {"runs_dir": "runs", "resume": None}  # not the paths of a machine
     return json.dumps(config, indent=2) + "\n"
 
 
