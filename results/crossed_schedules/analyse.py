@@ -28,7 +28,7 @@ def read(folder: Path, window: float) -> np.ndarray:
     scores = defaultdict(dict)
     run_folders = sorted(folder.glob("*__*__*/"))
     if len(run_folders) != RUNS:
-        plot.fail(f"{folder} holds {len(run_folders)} of {RUNS} runs; the protocol wants all runs first")
+        plot.fail(f"{folder} holds {len(run_folders)} of {RUNS} runs; the protocol wants all")
     for run_folder in run_folders:
         run = plot.read_run(run_folder)
         if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
