@@ -5,12 +5,13 @@ import importlib
 import itertools
 import json
 import math
+import re
 import sys
 
 import numpy as np
 import pytest
 from helpers import ROOT, end_of, start, unpacked
-from scipy.stats import spearmanr
+from scipy.stats import norm, spearmanr
 
 from tools import report
 
@@ -450,3 +451,70 @@ def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
         report.read_study(report.Args((tmp_path,)))
     label = ("*=both",)
     assert report.read_study(report.Args((tmp_path,), label=label)).scores["both"].shape == (1, 4)
+
+
+def analyse_of(monkeypatch):
+    """The crossed schedules' script."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "results" / "crossed_schedules")])
+    return importlib.import_module("analyse")
+
+
+def test_the_crossed_contrasts(monkeypatch, capsys):
+    """Effects added up by hand; intervals and p as the normal distribution has them."""
+    analyse = analyse_of(monkeypatch)
+    rng = np.random.default_rng(5)
+    table = rng.normal(1, 0.12, (4, 10, 8)) + np.array([0.05, 0.01, 0.05, 0.05])[:, None, None]
+    analyse.contrasts(table, report.mean, "label")
+    lines = capsys.readouterr().out.splitlines()[1:]
+    arms = dict(zip("ARXC", table, strict=True))
+    ps, corrected = [], []
+    for pair, line in zip(["RX", "AR", "AC"], lines, strict=True):
+        first, second = arms[pair[0]], arms[pair[1]]
+        effects = [sum(a) / 8 - sum(b) / 8 for a, b in zip(first, second, strict=True)]
+        effect = 100 * sum(effects) / 10
+        error = 100 * np.sqrt((first.var(1) + second.var(1)).sum() / 8) / 10  # of the bootstrap
+        pooled = np.concatenate([first, second], axis=1).var(1, ddof=1)
+        ps.append(2 * norm.sf(abs(effect) / (100 * np.sqrt(pooled.sum() * 2 / 8) / 10)))
+        numbers = [float(x) for x in re.findall(r"[-+]?\d+\.\d+", line)]
+        assert line.startswith(f"  {pair[0]} - {pair[1]}: ") and numbers[0] == round(effect, 2)
+        wide, narrow = effect + np.array([-1.96, 1.96, -1.645, 1.645]).reshape(2, 2) * error
+        assert numbers[1:5] == pytest.approx([*wide, *narrow], abs=0.03 * error + 0.005)
+        assert numbers[5] == pytest.approx(ps[-1], rel=0.1, abs=3e-4)
+        assert line.endswith("; equivalent") == (max(abs(narrow)) < 5)
+        corrected.append(numbers[6])
+    assert "equivalent" in "".join(lines) and min(ps) < 0.05 < max(ps)
+    small, middle, large = sorted(ps)
+    holm = {small: 3 * small, middle: max(3 * small, 2 * middle)}
+    holm[large] = max(large, holm[middle])
+    assert corrected == pytest.approx([holm[p] for p in ps], rel=0.1, abs=1e-3)
+
+
+def test_the_crossed_runs_are_read_by_arm_setting_and_seed(tmp_path, monkeypatch, capsys):
+    """Each cell has its own score; a run too few, unfinished or misnamed ends it."""
+    analyse = analyse_of(monkeypatch)
+    games = ["asterix", "breakout", "freeway", "seaquest", "space_invaders"]
+    cells = list(itertools.product("ARXC", ("high", "low"), games, range(11, 19)))
+    for score, (arm, rate, game, seed) in enumerate(cells, start=1):
+        learning_rate = {"low": 2.5e-4, "high": 4e-3}[rate]
+        run = tmp_path / f"{arm}_{rate}__{game}__{seed}"
+        make_run(run, score, env_id=game, seed=seed, learning_rate=learning_rate)
+    found = analyse.read(tmp_path, 0.2)
+    assert found.ravel() == pytest.approx(range(1, 321))  # from 80% of the steps on
+    assert analyse.read(tmp_path, 1.0).ravel() == pytest.approx(0.6 * np.arange(1, 321))
+    run = tmp_path / "C_low__space_invaders__18"
+    whole = (run / "metrics.csv").read_text()
+
+    def refused(words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            analyse.read(tmp_path, 1.0)
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and words in error and error.count("\n") == 1
+
+    (run / "metrics.csv").write_text(whole[: whole.index("\n1000,") + 1])
+    refused("not finished")
+    (run / "metrics.csv").write_text(whole)
+    run = run.rename(tmp_path / "C_low__space_invaders__19")
+    refused("another run")
+    run.rename(tmp_path / "other")
+    refused("319 of 320")
