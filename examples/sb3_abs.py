@@ -3,7 +3,8 @@
     python examples/sb3_abs.py
 
 It needs `pip install stable-baselines3`. A callback would not do: learn() reads n_steps before any
-hook that runs after train(). On discrete actions, BD drives n_steps, as δ does in pqn_abs.py.
+hook that runs after train(). δ drives n_steps, as in pqn_abs.py. Where PPO's δ stays below δ_min,
+n_steps only climbs: put the KL divergence of ppo_abs.py in its place.
 """
 
 import copy
