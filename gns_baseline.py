@@ -53,6 +53,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -467,7 +468,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
-    adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # L_adapt
+    saved_length = saved.get("adaptive_length", float(args.num_steps))  # limits may be new
+    adaptive_length = min(max(saved_length, args.rollout_min), args.rollout_max)  # L_adapt
     noise_avg = saved.get("noise_avg", 0.0)  # starting both at 0 cancels in N_avg / S_avg
     signal_avg = saved.get("signal_avg", 0.0)
     seed = seed_all(args.seed, iteration)  # a resumed run plays new games
@@ -524,9 +526,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
             # (Where an episode was truncated, values[t + 1] belongs to the next episode's start.)
             next_values = torch.where(truncated, last_values, values[1:])
-            returns = lambda_returns(
-                rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
-            )
+            ends = terminated, truncated
+            returns = lambda_returns(rewards, next_values, *ends, args.gamma, args.q_lambda)
             b_obs = obs.flatten(0, 1)
             b_actions = actions.flatten()
             b_returns = returns.flatten()
@@ -584,7 +585,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
                 averages = {"noise_avg": noise_avg, "signal_avg": signal_avg}
-                run.save(modules, adaptive_length=adaptive_length, **counters, **averages)
+                run.save(modules, adaptive_length=float(adaptive_length), **counters, **averages)
     return folder
 
 
@@ -619,8 +620,8 @@ def check_args(args):
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
         (2, args.num_envs * shortest, "micro_batches"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta learning_rate"),
+        (1e-9, 1e9, "max_grad_norm checkpoint_every"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
@@ -663,7 +664,7 @@ def load_checkpoint(args, folder, modules):
         # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
-                expected = torch.tensor(0.0) if name == "step" else parameter
+                expected = torch.tensor(0.0, device=value.device) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
@@ -769,7 +770,7 @@ class Run(AbstractContextManager):
         """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
-                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
+                fail(f"{name} is no longer finite; {self.folder} keeps its checkpoint, if any", 1)
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -826,7 +827,7 @@ class Run(AbstractContextManager):
             if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
                 python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {self.folder}")
+                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
 
 
 def launch(Args=Args, **parts):

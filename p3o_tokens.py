@@ -58,6 +58,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -374,7 +375,8 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
     saved = load_checkpoint(args, folder, modules)  # {} in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
-    adaptive_length = saved.get("adaptive_length", float(args.num_problems))  # ABS: L_adapt
+    saved_length = saved.get("adaptive_length", float(args.num_problems))  # limits may be new
+    adaptive_length = min(max(saved_length, args.problems_min), args.problems_max)  # ABS: L_adapt
     exam = draw_problems(random.Random(0), 256, held_out=True)  # the same in every run
 
     with Run(args, folder, DEVICE, noise == "bfloat16", saved) as run:
@@ -466,7 +468,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             done = is_last or run.interrupted
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration}
-                run.save(modules, adaptive_length=adaptive_length, **counters)
+                run.save(modules, adaptive_length=float(adaptive_length), **counters)
     return folder
 
 
@@ -539,7 +541,7 @@ def load_checkpoint(args, folder, modules):
         # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
-                expected = torch.tensor(0.0) if name == "step" else parameter
+                expected = torch.tensor(0.0, device=value.device) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
@@ -645,7 +647,7 @@ class Run(AbstractContextManager):
         """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
-                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
+                fail(f"{name} is no longer finite; {self.folder} keeps its checkpoint, if any", 1)
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -702,7 +704,7 @@ class Run(AbstractContextManager):
             if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
                 python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {self.folder}")
+                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
 
 
 def launch(Args=Args, **parts):

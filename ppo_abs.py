@@ -51,6 +51,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -454,7 +455,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
-    adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
+    saved_length = saved.get("adaptive_length", float(args.num_steps))  # limits may be new
+    adaptive_length = min(max(saved_length, args.rollout_min), args.rollout_max)  # ABS: L_adapt
     seed = seed_all(args.seed, iteration)  # a resumed run plays new games
     next_obs, lives = reset(args, envs, seed, device)
     lost_life = np.zeros(num_envs, bool)  # in the latest step; only used with --episodic-life
@@ -467,7 +469,6 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             seed_all(args.seed, iteration)
             length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
             batch_size = length * num_envs
-            # The KL spans the updates of this one iteration. K only sets how often it is measured.
             is_measured = iteration % args.adapt_frequency == 0  # ABS
             if is_measured:
                 old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
@@ -537,7 +538,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     updates += 1
             network.eval()
 
-            # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
+            # 3. ABS: measure how far these updates moved the policy, and adapt the rollout length.
             kl = bd = None
             if is_measured:
                 sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
@@ -574,7 +575,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             done = global_step >= args.total_timesteps or run.interrupted
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
-                run.save(modules, adaptive_length=adaptive_length, **counters)
+                run.save(modules, adaptive_length=float(adaptive_length), **counters)
     return folder
 
 
@@ -608,10 +609,10 @@ def check_args(args):
         (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
-        (0, 1, "gamma gae_lambda beta"),
+        (0, 1, "gamma gae_lambda beta learning_rate"),
         (0, 1e9, "ent_coef vf_coef"),
         (1e-9, 1, "clip_coef"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
+        (1e-9, 1e9, "max_grad_norm checkpoint_every delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
@@ -648,7 +649,7 @@ def load_checkpoint(args, folder, modules):
         # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
-                expected = torch.tensor(0.0) if name == "step" else parameter
+                expected = torch.tensor(0.0, device=value.device) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
@@ -754,7 +755,7 @@ class Run(AbstractContextManager):
         """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
-                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
+                fail(f"{name} is no longer finite; {self.folder} keeps its checkpoint, if any", 1)
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -811,7 +812,7 @@ class Run(AbstractContextManager):
             if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
                 python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {self.folder}")
+                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
 
 
 def launch(Args=Args, **parts):

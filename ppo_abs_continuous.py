@@ -49,6 +49,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -459,7 +460,8 @@ def main(
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
-    adaptive_length = saved.get("adaptive_length", float(args.rollout_min))  # ABS: L_adapt
+    saved_length = saved.get("adaptive_length", float(args.rollout_min))  # limits may be new
+    adaptive_length = min(max(saved_length, args.rollout_min), args.rollout_max)  # ABS: L_adapt
     divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
     seed = seed_all(args.seed, iteration)  # a resumed run starts new episodes
     next_obs = normalizer.observe(reset(envs, seed))
@@ -573,8 +575,8 @@ def main(
             done = global_step >= args.total_timesteps or run.interrupted
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
-                lengths = {"adaptive_length": adaptive_length, "divergences": list(divergences)}
-                run.save(modules, **counters, **lengths)
+                counters["divergences"] = list(divergences)
+                run.save(modules, adaptive_length=float(adaptive_length), **counters)
     return folder
 
 
@@ -610,10 +612,10 @@ def check_args(args):
         (0, 10**9, "burn_in"),
         (1, shortest, "num_envs"),
         (1, shortest // 2, "num_minibatches"),  # rounding L / E may lose a third of L
-        (0, 1, "gamma gae_lambda beta"),
+        (0, 1, "gamma gae_lambda beta learning_rate"),
         (0, 1e9, "ent_coef vf_coef"),
         (1e-9, 1, "clip_coef"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every delta_max"),
+        (1e-9, 1e9, "max_grad_norm checkpoint_every delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     for low, high, names in limits:
@@ -648,7 +650,7 @@ def load_checkpoint(args, folder, modules):
         # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
-                expected = torch.tensor(0.0) if name == "step" else parameter
+                expected = torch.tensor(0.0, device=value.device) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
@@ -754,7 +756,7 @@ class Run(AbstractContextManager):
         """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
-                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
+                fail(f"{name} is no longer finite; {self.folder} keeps its checkpoint, if any", 1)
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -811,7 +813,7 @@ class Run(AbstractContextManager):
             if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
                 python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {self.folder}")
+                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
 
 
 def launch(Args=Args, **parts):

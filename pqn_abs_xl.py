@@ -57,6 +57,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -458,7 +459,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
-    adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
+    saved_length = saved.get("adaptive_length", float(args.num_steps))  # limits may be new
+    adaptive_length = min(max(saved_length, args.rollout_min), args.rollout_max)  # ABS: L_adapt
     seed = own_seed(args.seed, iteration)  # a resumed run plays new games
     next_obs, lives = reset(args, envs, seed, device)
     lost_life = np.zeros(num_envs, bool)  # in the latest step; only used with --episodic-life
@@ -514,9 +516,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
             # (Where an episode was truncated, values[t + 1] belongs to the next episode's start.)
             next_values = torch.where(truncated, last_values, values[1:])
-            returns = lambda_returns(
-                rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
-            )
+            ends = terminated, truncated
+            returns = lambda_returns(rewards, next_values, *ends, args.gamma, args.q_lambda)
             b_obs = obs.flatten(0, 1)
             b_actions = actions.flatten()
             b_returns = returns.flatten()
@@ -579,7 +580,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             done = global_step >= args.total_timesteps or any_interrupted
             if done or run.save_is_due():
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
-                run.save(modules, adaptive_length=adaptive_length, **counters)
+                run.save(modules, adaptive_length=float(adaptive_length), **counters)
     return folder
 
 
@@ -617,8 +618,8 @@ def check_args(args):
         (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta"),
-        (1e-9, 1e9, "learning_rate max_grad_norm checkpoint_every"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta learning_rate"),
+        (1e-9, 1e9, "max_grad_norm checkpoint_every"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
@@ -661,7 +662,7 @@ def load_checkpoint(args, folder, modules):
         # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
         for parameter, state in modules["optimizer"].state.items():
             for name, value in state.items():
-                expected = torch.tensor(0.0) if name == "step" else parameter
+                expected = torch.tensor(0.0, device=value.device) if name == "step" else parameter
                 state[name] = torch.empty_like(expected).copy_(value)
     except Exception as error:  # a missing, damaged or unrelated file raises many types of error
         fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
@@ -767,7 +768,7 @@ class Run(AbstractContextManager):
         """If learning has diverged, end the run but keep its last checkpoint."""
         for name, weights in network.state_dict().items():
             if not weights.isfinite().all():
-                fail(f"{name} is no longer finite; {self.folder} keeps the last checkpoint", 1)
+                fail(f"{name} is no longer finite; {self.folder} keeps its checkpoint, if any", 1)
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -824,7 +825,7 @@ class Run(AbstractContextManager):
             if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
                 python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
             for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {self.folder}")
+                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
 
 
 class Follower(AbstractContextManager):

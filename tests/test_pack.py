@@ -53,9 +53,13 @@ def test_what_is_kept(tmp_path):
 
 def test_thin_keeps_measured_rows_and_the_last(tmp_path):
     suite = make_suite(tmp_path / "suite")
+    kl = suite / "a__pong__2" / "metrics.csv"
+    kl.write_text(HEADER.replace("behavioral", "kl") + ROWS)
     end_of(start(TOOL, suite, tmp_path / "a.tar.gz", "--thin"))
-    kept = unpacked(tmp_path / "a.tar.gz")["a/a__pong__1/metrics.csv"].splitlines()[1:]
-    assert [row.split(",")[0] for row in kept] == ["128", "192"]
+    files = unpacked(tmp_path / "a.tar.gz")
+    for name in ("a__pong__1", "a__pong__2"):
+        kept = files[f"a/{name}/metrics.csv"].splitlines()[1:]
+        assert [row.split(",")[0] for row in kept] == ["128", "192"]
 
 
 def test_a_torn_row_is_left_out_and_a_run_without_rows_refused(tmp_path):

@@ -307,6 +307,40 @@ def test_a_fixed_length_counts_from_a_resume_on(train, resume):
     assert set(lengths[before:]) == {10}
 
 
+def test_l_is_brought_within_new_limits(train, resume):
+    """Guards options given on a resume: the saved L may be outside the limits of now."""
+    for limits, expected in (
+        (["--rollout-max", 20, "--num-steps", 16], 20),
+        (["--rollout-min", 60, "--num-steps", 60], 60),
+    ):
+        folder = train(FakeEnvs(4), num_steps=40, total_timesteps=300, adapt_frequency=100)
+        before = len(rows(folder / "metrics.csv"))
+        resume(folder, "--total-timesteps", 600, *limits)
+        lengths = column(folder / "metrics.csv", "abs/rollout_length", int)
+        assert set(lengths[:before]) == {40} and set(lengths[before:]) == {expected}
+
+
+def test_a_schedule_may_return_a_numpy_number(train, resume):
+    """Guards the checkpoint: weights_only=True would refuse one."""
+    schedule = {"rollout_length": lambda divergence, length, **limits: np.float64(length)}
+    folder = train(FakeEnvs(4), total_timesteps=1000, adapt_frequency=1, **schedule)
+    resume(folder, "--total-timesteps", 2000)
+    assert load(folder)["global_step"] >= 2000
+
+
+def test_the_optimisers_step_stays_on_its_device(tmp_path):
+    """Guards Adam(fused=True) on a GPU: its step is there, and that of RAdam on the CPU."""
+    weights = torch.zeros(3)
+    state = {"step": torch.zeros((), device="meta"), "exp_avg": torch.ones(3)}
+    optimizer = SimpleNamespace(
+        state={weights: state}, state_dict=dict, load_state_dict=lambda saved: None
+    )
+    torch.save({"optimizer": {}}, tmp_path / "checkpoint.pt")
+    args = pqn_abs.Args(resume=str(tmp_path))
+    pqn_abs.load_checkpoint(args, tmp_path, {"optimizer": optimizer})
+    assert state["step"].device.type == "meta" and state["exp_avg"].tolist() == [1, 1, 1]
+
+
 def test_another_folder_of_the_same_run(train, resume, tmp_path):
     """Guards folders that were moved: the run goes on there, and nothing appears elsewhere."""
     folder = train(FakeEnvs(4), total_timesteps=300, runs_dir=str(tmp_path / "old"))
@@ -525,8 +559,8 @@ def test_an_optimiser_state_of_strides_0_is_harmless(train, resume, name):
 
 COUNTS = """total_timesteps num_envs num_minibatches update_epochs num_steps rollout_min
     adapt_frequency reference_states""".split()
-SHARES = "gamma q_lambda start_e end_e exploration_fraction beta".split()
-POSITIVE = "learning_rate max_grad_norm checkpoint_every".split()
+SHARES = "gamma q_lambda start_e end_e exploration_fraction beta learning_rate".split()
+POSITIVE = "max_grad_norm checkpoint_every".split()
 HUGE = (10**24, 10**399)
 BAD = [
     *[{name: value} for name in COUNTS for value in (0, -1, *HUGE)],
@@ -1052,9 +1086,9 @@ def test_a_terminal_that_goes_away_stops_nothing(train, monkeypatch, writes):
 def test_the_end_says_what_happened_and_what_to_do_next(train, launch, tmp_path, monkeypatch):
     """Guards the last lines: steps, seconds, score, and commands with the program's own path."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    names = ["--runs-dir", tmp_path, "--run-name", "run", "--num-envs", 4, *ON_A_CPU]
+    names = ["--runs-dir", tmp_path, "--run-name", "my run", "--num-envs", 4, *ON_A_CPU]
     _, errors = launch(*names, "--total-timesteps", 1000, **on(FakeEnvs(4)))
-    folder = tmp_path / "run"
+    folder = tmp_path / "my run"
     last = rows(folder / "metrics.csv")[-1]
     bar, *lines = errors.splitlines()[-5:]
     assert "100%" in bar  # though the last rollout goes beyond 1000 steps
@@ -1065,9 +1099,9 @@ def test_the_end_says_what_happened_and_what_to_do_next(train, launch, tmp_path,
     assert float(re.search(r"return (-?[\d.]+)", what)[1]) == pytest.approx(score, rel=1e-3)
     resume, plot, watch = (command.strip() for command in commands)
     python = "OMP_NUM_THREADS=1 python"  # with two threads beside other work it may crawl
-    assert resume == f"{python} pqn_abs.py --resume {folder}"
+    assert resume == f"{python} pqn_abs.py --resume '{folder}'"
     assert "tools/plot.py" in plot and "tools/watch.py" in watch
-    assert str(folder) in plot and str(folder) in watch
+    assert plot.endswith(f" '{folder}'") and watch.endswith(f" '{folder}'")
     _, errors = launch("--resume", folder, "--total-timesteps", 1000, **on(FakeEnvs(4)))
     assert "finished after 1,024 steps" in errors
     with pytest.raises(ZeroDivisionError):

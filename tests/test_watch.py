@@ -395,7 +395,7 @@ def refusal(run, *words):
     [
         (["--episodes", "0"], "--episodes must be at least 1"),
         (["--video", "a.avi"], "--video end in .gif"),
-        (["--video", "nowhere/a.gif"], "No such file or directory: 'nowhere/a.txt'"),
+        (["--video", "nowhere/a.gif"], "--video nowhere/a.gif: there is no such folder"),
     ],
 )
 def test_bad_options_are_one_line(words, says, cartpole):

@@ -11,6 +11,7 @@ in which the divergence was measured, and the last one. The same runs give the s
 import csv
 import gzip
 import io
+import itertools
 import json
 import sys
 import tarfile
@@ -43,7 +44,8 @@ def packed_metrics(path: Path, thin: bool) -> str:
         raise ValueError(f"{path} has no rows yet")
     names = [name for name in table.fieldnames if not name.startswith(LEFT_OUT)]
     if thin:
-        rows = [row for row in rows[:-1] if row.get(plot.DIVERGENCE)] + rows[-1:]
+        is_measured = [row.get(plot.DIVERGENCE) or row.get(plot.KL) for row in rows]
+        rows = [*itertools.compress(rows[:-1], is_measured), rows[-1]]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -88,5 +90,5 @@ def main(args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         plot.fail(error)

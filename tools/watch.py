@@ -164,14 +164,14 @@ def main(args):
     if args.episodes < 1 or (args.video and args.video.suffix != ".gif"):
         raise ValueError("--episodes must be at least 1, and --video end in .gif")
     if args.video:
+        if not args.video.parent.is_dir():
+            raise ValueError(f"--video {args.video}: there is no such folder")
         from PIL import Image  # here, where one line says that it is missing
 
         if sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")
     envs, act, fire, agent = load_run(args)
     print(json.dumps(agent), flush=True)
-    if args.video:
-        args.video.with_suffix(".txt").write_text(json.dumps(agent) + "\n")
     film = [] if args.video else None
     scores = np.array(play(envs, act, args, fire, film))
     if args.video:
@@ -179,6 +179,7 @@ def main(args):
         file, look = io.BytesIO(), {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
         first.save(file, "GIF", save_all=True, append_images=others, **look)
         args.video.write_bytes(file.getvalue())
+        args.video.with_suffix(".txt").write_text(json.dumps(agent) + "\n")
     games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
     text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
