@@ -352,15 +352,15 @@ def test_an_output_that_cannot_be_written_is_one_line(full, tmp_path):
     assert error.startswith("report.py: ") and ("No space left" in error) == bool(full)
 
 
-def signals_of(monkeypatch):
-    """The pilot's script."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "results" / "minatar_pilot")])
-    return importlib.import_module("signals")
+def script_of(monkeypatch, folder, name):
+    """A script of results/, imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "results" / folder)])
+    return importlib.import_module(name)
 
 
 def test_signals_plain_and_given_the_step(tmp_path, monkeypatch):
     """The partial correlation is that of what is left of the ranks after a fit to the step's."""
-    signals = signals_of(monkeypatch)
+    signals = script_of(monkeypatch, "minatar_pilot", "signals")
     rng = np.random.default_rng(1)
     steps, noise = np.arange(40), rng.normal(size=(2, 40))
     divergence, variance = -steps + 9 * noise[0], steps + 9 * noise[1]
@@ -378,7 +378,7 @@ def test_signals_plain_and_given_the_step(tmp_path, monkeypatch):
 
 def test_the_pilots_signals(monkeypatch, tmp_path):
     """What is committed is what the script computes."""
-    signals = signals_of(monkeypatch)
+    signals = script_of(monkeypatch, "minatar_pilot", "signals")
     runs = unpacked("minatar_pilot/runs", tmp_path)
     found = signals.rows(report.read_study(report.Args((runs,))))
     committed = table(signals.HERE / "report" / "signals.csv")
@@ -453,15 +453,9 @@ def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
     assert report.read_study(report.Args((tmp_path,), label=label)).scores["both"].shape == (1, 4)
 
 
-def analyse_of(monkeypatch):
-    """The crossed schedules' script."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "results" / "crossed_schedules")])
-    return importlib.import_module("analyse")
-
-
 def test_the_crossed_contrasts(monkeypatch, capsys):
     """Effects added up by hand; intervals and p as the normal distribution has them."""
-    analyse = analyse_of(monkeypatch)
+    analyse = script_of(monkeypatch, "crossed_schedules", "analyse")
     rng = np.random.default_rng(5)
     table = rng.normal(1, 0.12, (4, 10, 8)) + np.array([0.05, 0.01, 0.05, 0.05])[:, None, None]
     analyse.contrasts(table, report.mean, "label")
@@ -491,7 +485,7 @@ def test_the_crossed_contrasts(monkeypatch, capsys):
 
 def test_the_crossed_runs_are_read_by_arm_setting_and_seed(tmp_path, monkeypatch, capsys):
     """Each cell has its own score; a run too few, unfinished or misnamed ends it."""
-    analyse = analyse_of(monkeypatch)
+    analyse = script_of(monkeypatch, "crossed_schedules", "analyse")
     games = ["asterix", "breakout", "freeway", "seaquest", "space_invaders"]
     cells = list(itertools.product("ARXC", ("high", "low"), games, range(11, 19)))
     for score, (arm, rate, game, seed) in enumerate(cells, start=1):

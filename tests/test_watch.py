@@ -370,6 +370,7 @@ def test_a_video_on_a_full_disk_is_one_line(minatar_run, tmp_path):
     _, error = end_of(start(TOOL, minatar_run, *words), status=2)
     *bar, line = error.splitlines()
     assert "No space left" in line and all("step [" in text for text in bar if text.strip())
+    assert not (tmp_path / "a.txt").exists()  # it would name an agent that is not in the picture
 
 
 def test_the_film_ends_with_the_first_environments_first_game(monkeypatch):

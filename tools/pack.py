@@ -11,7 +11,6 @@ in which the divergence was measured, and the last one. The same runs give the s
 import csv
 import gzip
 import io
-import itertools
 import json
 import sys
 import tarfile
@@ -44,8 +43,8 @@ def packed_metrics(path: Path, thin: bool) -> str:
         raise ValueError(f"{path} has no rows yet")
     names = [name for name in table.fieldnames if not name.startswith(LEFT_OUT)]
     if thin:
-        is_measured = [row.get(plot.DIVERGENCE) or row.get(plot.KL) for row in rows]
-        rows = [*itertools.compress(rows[:-1], is_measured), rows[-1]]
+        last = rows[-1]
+        rows = [row for row in rows if row.get(plot.DIVERGENCE) or row.get(plot.KL) or row is last]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
