@@ -458,7 +458,7 @@ def test_the_crossed_contrasts(monkeypatch, capsys):
     analyse = script_of(monkeypatch, "crossed_schedules", "analyse")
     rng = np.random.default_rng(5)
     table = rng.normal(1, 0.12, (4, 10, 8)) + np.array([0.05, 0.01, 0.05, 0.05])[:, None, None]
-    analyse.contrasts(table, report.mean, "label")
+    found = analyse.contrasts(table, report.mean, "label")
     lines = capsys.readouterr().out.splitlines()[1:]
     arms = dict(zip("ARXC", table, strict=True))
     ps, corrected = [], []
@@ -481,6 +481,19 @@ def test_the_crossed_contrasts(monkeypatch, capsys):
     holm = {small: 3 * small, middle: max(3 * small, 2 * middle)}
     holm[large] = max(large, holm[middle])
     assert corrected == pytest.approx([holm[p] for p in ps], rel=0.1, abs=1e-3)
+    printed = [[float(x) for x in re.findall(r"[-+]?\d+\.\d+", line)][:3] for line in lines]
+    assert found == pytest.approx(np.array(printed), abs=0.005)
+
+    schedules = ROOT / "results" / "crossed_schedules" / "schedules.csv"
+    settings = schedules.read_text().splitlines()[0].split(",")[1:]
+    right = analyse.draw(table, settings, found).axes[1]
+    dots = [line.get_xydata()[0] for line in right.lines if line.get_marker() in "osD^vXP"]
+    for row, (first, second) in enumerate(["RX", "AR", "AC"]):
+        (mean,) = [x for x, y in dots if y == row]
+        assert mean == found[row, 0]
+        ours = [x for x, y in dots if row < y < row + 1]
+        means = 100 * (arms[first].mean(1) - arms[second].mean(1))
+        assert ours == pytest.approx(means)
 
 
 def test_the_crossed_runs_are_read_by_arm_setting_and_seed(tmp_path, monkeypatch, capsys):
@@ -492,9 +505,11 @@ def test_the_crossed_runs_are_read_by_arm_setting_and_seed(tmp_path, monkeypatch
         learning_rate = {"low": 2.5e-4, "high": 4e-3}[rate]
         run = tmp_path / f"{arm}_{rate}__{game}__{seed}"
         make_run(run, score, env_id=game, seed=seed, learning_rate=learning_rate)
-    found = analyse.read(tmp_path, 0.2)
+    found, settings = analyse.read(tmp_path, 0.2)
     assert found.ravel() == pytest.approx(range(1, 321))  # from 80% of the steps on
-    assert analyse.read(tmp_path, 1.0).ravel() == pytest.approx(0.6 * np.arange(1, 321))
+    assert settings[0] == "high_asterix" and settings[-1] == "low_space_invaders"
+    found, _ = analyse.read(tmp_path, 1.0)
+    assert found.ravel() == pytest.approx(0.6 * np.arange(1, 321))
     run = tmp_path / "C_low__space_invaders__18"
     whole = (run / "metrics.csv").read_text()
 

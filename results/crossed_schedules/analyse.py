@@ -1,4 +1,4 @@
-"""The contrasts of PROTOCOL.md, from the runs of the four arms.
+"""The contrasts of PROTOCOL.md, from the runs of the four arms, and figure.png.
 
     python results/crossed_schedules/analyse.py results/crossed_schedules/arms
 
@@ -23,8 +23,8 @@ MARGIN = 5  # percent
 rng = np.random.default_rng(0)
 
 
-def read(folder: Path, window: float) -> np.ndarray:
-    """Scores (arms, settings, seeds), not divided yet. Every cell must have the same seeds."""
+def read(folder: Path, window: float) -> tuple[np.ndarray, list[str]]:
+    """Scores (arms, settings, seeds), not divided yet, and the settings' names."""
     scores = defaultdict(dict)
     run_folders = sorted(folder.glob("*__*__*/"))
     if len(run_folders) != RUNS:
@@ -48,7 +48,7 @@ def read(folder: Path, window: float) -> np.ndarray:
     for index, setting in enumerate(settings):
         means = (f"{ARMS[arm]} {table[arm, index].mean():.3g}" for arm in range(len(ARMS)))
         print(f"  {setting}:", ", ".join(means))
-    return table
+    return table, settings
 
 
 def interval_draws(first, second, statistic):
@@ -78,9 +78,12 @@ def permutation_p(first, second, statistic) -> float:
 
 
 def contrasts(table, statistic, label, as_share=np.positive):
-    """as_share turns a difference of the statistic into a share; by default it is one."""
+    """Print them; returns effects and 95% intervals (3, 3) in percent.
+
+    as_share turns a difference of the statistic into a share; by default it is one.
+    """
     print(f"{label}: effect, 95% interval, 90% interval, p, p by Holm")
-    lines, ps = [], []
+    lines, ps, found = [], [], []
     for first, second in CONTRASTS:
         one, other = table[ARMS.index(first)], table[ARMS.index(second)]
         draws = 100 * as_share(interval_draws(one, other, statistic))
@@ -90,16 +93,50 @@ def contrasts(table, statistic, label, as_share=np.positive):
         equivalent = "; equivalent" if np.abs(narrow).max() < MARGIN else ""
         lines.append((f"  {first} - {second}: {effect:+.2f}% {intervals}", equivalent))
         ps.append(permutation_p(one, other, statistic))
+        found.append([effect, *wide])
     for (line, equivalent), p, corrected in zip(lines, ps, report.holm(ps), strict=True):
         print(f"{line}, {p:.5f}, {corrected:.5f}{equivalent}")
+    return np.array(found)
+
+
+def draw(relative, settings, found) -> plot.plt.Figure:
+    """The ten schedules, and each contrast: its mean with interval, and the settings' own."""
+    size = {"figsize": (10, 4.2), "width_ratios": (3, 4), "layout": "constrained"}
+    figure, (left, right) = plot.plt.subplots(1, 2, **size)
+    schedules = np.genfromtxt(Path(__file__).with_name("schedules.csv"), delimiter=",", names=True)
+    games = sorted({setting.partition("_")[2] for setting in settings})
+    lines = {}
+    for index, setting in enumerate(settings):
+        rate, _, game = setting.partition("_")
+        look = plot.style(games.index(game), len(schedules))
+        look["markerfacecolor"] = "white" if rate == "low" else look["color"]
+        name = f"{plot.title(game)}, {RATES[rate]:g}"
+        (lines[name],) = left.plot(schedules["global_step"], schedules[setting], **look)
+        for row, (first, second) in enumerate(CONTRASTS):
+            one, other = relative[ARMS.index(first), index], relative[ARMS.index(second), index]
+            y = row + 0.12 + 0.06 * index
+            right.plot(100 * (one.mean() - other.mean()), y, **(look | {"markevery": 1}))
+    left.set(xlabel="Environment steps", ylabel="L of the schedules", xlim=(0, None))
+    left.xaxis.set_major_formatter(plot.ticker.EngFormatter(sep=""))
+    right.axvspan(-MARGIN, MARGIN, color="0.92", zorder=0)
+    right.axvline(0, color="0.4", linewidth=0.8)
+    for row, (effect, low, high) in enumerate(found):
+        errors = [[effect - low], [high - effect]]
+        right.errorbar(effect, row, xerr=errors, color="black", fmt="D", capsize=4, zorder=3)
+    right.set_yticks(range(len(CONTRASTS)), [" - ".join(pair) for pair in CONTRASTS])
+    right.set(xlabel="Difference of scores (%)", ylim=(len(CONTRASTS) - 0.1, -0.3))
+    plot.legend(figure, lines)
+    return figure
 
 
 def main(folder):
     for window, label in ((1.0, "primary: the whole run"), (0.2, "secondary: the last fifth")):
-        table = read(folder, window)
+        table, settings = read(folder, window)
         relative = table / table.mean(axis=(0, 2))[None, :, None]
-        contrasts(relative, report.mean, label)
+        found = contrasts(relative, report.mean, label)
         if window == 1.0:
+            figure = draw(relative, settings, found)
+            plot.save(figure, Path(__file__).with_name("figure.png"))
             contrasts(relative, report.interquartile_mean, "secondary: interquartile mean")
             logs = np.log(table[:, (table > 0).all(axis=(0, 2))])
             label = f"secondary: mean log, {logs.shape[1]} settings"
