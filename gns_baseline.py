@@ -6,7 +6,7 @@
 """PQN whose batch follows the gradient noise scale (GNS), on Atari, in one file.
 
 Adaptive Batch Scaling [ABS: arXiv 2605.21557] sets the batch by how much the policy changes. The
-gradient noise scale is its rival. This script logs both signals, so that they can be compared. PQN
+gradient noise scale is its rival. This script logs both, so that they can be compared. PQN
 [arXiv 2407.04811] is Q-learning with many environments in parallel, LayerNorm, and neither a replay
 buffer nor a target network. It plays L steps in E environments, learns from them, throws them away
 and starts again.
@@ -23,13 +23,13 @@ rollout:
     B_new = clip(⌊N_avg / S_avg⌋, E L_min, E L_max),      L = round(B_new / E)
 
 S estimates a square, but it may come out negative. If S_avg ≤ 0, the noise hides the signal, and
-the batch is the largest. The code of ABS's author differs in four points. It takes the gradients of
+the batch is the largest. The code of ABS's author does it differently. It takes the gradients of
 m = 8 contiguous slices at the updated network. It does not average. S ≤ 0 gives the smallest batch.
-Its learning rate falls, as it does here with --anneal-lr.
+Its learning rate falls, as it does here with --anneal-lr. It rounds B_new / E down.
 
-The same iterations measure three other signals. The first is ABS's Behavioral Divergence (BD), the
-share of M states whose greedy action the update changed. B_ref, a sample of the rollout, has these
-states. The second is the entropy of the greedy actions in B_ref. The third is the variance of max_a
+The same iterations measure three more quantities. The first is ABS's Behavioral Divergence (BD):
+the share of the M states in B_ref, a sample of the rollout, in which the update changed the greedy
+action. The second is the entropy of the greedy actions in B_ref. The third is the variance of max_a
 Q over the rollout's states. All are logged, whichever drives L. With --signal bd, BD drives L:
 
     δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ],    s_i ~ B_ref
@@ -86,7 +86,7 @@ except ImportError:  # on Windows
 
 @dataclass
 class Args:
-    """PQN with the gradient noise scale. Defaults are those of ABS; symbols are in brackets."""
+    """PQN with the gradient noise scale. Defaults are ABS's, but for m; symbols are in brackets."""
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the exploration and the environments
@@ -110,10 +110,10 @@ class Args:
     rollout_min: int = 16  # [L_min] shortest rollout
     rollout_max: int = 64  # [L_max] longest rollout
     adapt_frequency: int = 50  # [K] measure all signals in every K-th iteration
-    micro_batches: int = 16  # [m] gradients in an estimate: the memory of 2m networks
+    micro_batches: int = 16  # [m] gradients in an estimate, 8 in the author's code
     delta_min: float = 0.05  # [δ_min] with --signal bd: at this BD or less, L goes to L_max
     delta_max: float = 0.95  # [δ_max] with --signal bd: at this BD or more, L goes to L_min
-    beta: float = 0.1  # [β] step size of N_avg and S_avg; with --signal bd, of L_adapt
+    beta: float = 0.1  # [β] step size of N_avg and S_avg and, with --signal bd, of L_adapt
     reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
     scale_epochs: bool = False  # if L > 32, N_epochs * L // 32 epochs, as in the author's code
 
@@ -383,7 +383,7 @@ def measure_signals(args, q_network, old_network, autocast, obs, actions, return
     shares = greedy_actions.bincount() / len(reference)  # of the actions, in these states
     entropy = torch.special.entr(shares).sum()  # Σ -p log p, in nats
 
-    # GNS wants independent samples. Those of a rollout are not, even shuffled, so N / S is too low.
+    # GNS wants independent samples. Those of a rollout are not: S is too large, and N / S too low.
     micro_batch_size = len(obs) // args.micro_batches  # the remainder is left out
     parameters = [p for p in old_network.parameters() if p.requires_grad]
     gradients = []
@@ -449,7 +449,7 @@ def seed_all(seed, iteration) -> int:
 
 
 def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length) -> Path:
-    """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
+    """Train, and return the run's folder. rollout_length is only called with --signal bd."""
     check_args(args)
     folder = run_folder(args)
     device, bfloat16 = pick_device(args)
@@ -592,7 +592,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
+COMMANDS = ("python {} --resume", "python tools/plot.py", "python tools/watch.py")  # shown last
 
 
 def say(message):
@@ -620,8 +620,9 @@ def check_args(args):
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
         (2, args.num_envs * shortest, "micro_batches"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta learning_rate"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction learning_rate"),
         (1e-9, 1e9, "max_grad_norm checkpoint_every"),
+        (2e-9, 1, "delta_max beta"),  # with β = 0, N_avg and S_avg would stay 0
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
@@ -630,8 +631,7 @@ def check_args(args):
         for name in names.split():
             value = getattr(args, name)
             if not low <= value <= high:  # refuses NaN, too
-                option = name.replace("_", "-")
-                fail(f"--{option} {value!s:.20}: it must be from {low} to {high}")
+                fail(f"--{name.replace('_', '-')} {value!s:.20}: it must be from {low} to {high}")
 
 
 def check_q_values(args, envs, q_values):
@@ -823,11 +823,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 def launch(Args=Args, **parts):

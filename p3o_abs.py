@@ -15,9 +15,9 @@ much as N e_B samples of π_θ itself, which is called their effective sample si
     e_B  = (Σ_i ρ_i)² / (N Σ_i ρ_i²)                1: all ratios are equal, 1/N: one outweighs all
     L_π  = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-sg stops the gradient: the weights min(ρ_i, e_B) count as plain numbers.
+sg stops the gradient: the weights min(ρ_i, e_B) count as plain numbers, and so does 1 - e_B.
 - Why the cap is e_B: capped weights add up to N e_B at most. So a mini-batch never counts for more
-  samples than it is worth, and no single ratio outweighs the others.
+  samples than it is worth.
 - Why the pull to π_b has the weight 1 - e_B: this is the share of the samples that is lost. The
   less they tell about π_θ, the more π_θ is pulled back to π_b, about which they do tell.
 While both policies are equal, e_B is 1, and the gradient is the plain policy gradient. A capped
@@ -37,10 +37,10 @@ and large batches:
     L = round(L_adapt),    batch |B| = E L
 
 The number of mini-batches is fixed. So a longer rollout means larger mini-batches, and fewer
-gradient steps per environment step. The main lines that only ABS needs are marked "ABS". Every K-th
-iteration also logs what drives L for Q-learning: the Behavioral Divergence (BD), which is the share
-of the M states whose most likely action has changed. L_min, L_max, δ_min and δ_max are those of PPO
-(ppo_abs.py), not tuned for P3O.
+gradient steps per environment step. In main, "ABS" marks the lines that only ABS needs. Every
+K-th iteration also logs what drives L for Q-learning: the Behavioral Divergence (BD), which is the
+share of the M states whose most likely action has changed. L_min, L_max, δ_min and δ_max are those
+of PPO (ppo_abs.py), not tuned for P3O.
 
 One GPU (on a CPU that has other work, put OMP_NUM_THREADS=1 before it):
     python p3o_abs.py --env-id BreakoutNoFrameskip-v4
@@ -54,7 +54,8 @@ something else runs:
 Continue a run after Ctrl-C or a crash (rollouts to replay are collected anew):
     python p3o_abs.py --resume runs/...
 Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py. Games without lives need --no-episodic-life.
+launch(), as the files in examples/ do with pqn_abs.py. If your environment reports no lives, it
+needs --no-episodic-life.
 """
 
 import copy
@@ -336,7 +337,7 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
     L_π = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
     log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions are (N,), advantages
-    too.
+    too. No gradient flows through e_B.
     """
     log_probs = log_prob_of(log_pi, actions)
     log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
@@ -603,7 +604,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
+COMMANDS = ("python {} --resume", "python tools/plot.py", "python tools/watch.py")  # shown last
 
 
 def say(message):
@@ -829,11 +830,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 def launch(Args=Args, **parts):

@@ -5,10 +5,10 @@
 """P3O on token sequences, in one file: what stale data does to P3O, PPO and GRPO.
 
 A small transformer learns to add two numbers, character by character. First it imitates a teacher
-that often forgets to carry. Then reinforcement learning repairs what the teacher spoilt. A step is
-one whole answer here. An answer earns 1 if it is exactly right, else 0. All its tokens share one
-advantage A: its reward minus the mean reward of the G answers to the same problem. So no critic is
-needed.
+that often forgets to carry. Then reinforcement learning repairs what the teacher spoilt. An
+environment step is one whole answer here. An answer earns 1 if it is exactly right, else 0. All its
+tokens share one advantage A: its reward minus the mean reward of the G answers to the same problem.
+So no critic is needed.
 
 The policy π_b that wrote a token may differ from the policy π_θ that learns from it. With the ratio
 ρ_i = π_θ(token_i) / π_b(token_i), the losses are means over the N valid tokens of a batch:
@@ -18,16 +18,16 @@ The policy π_b that wrote a token may differ from the policy π_θ that learns 
     ppo    -min( ρ_i A_i, clip(ρ_i, 1 - ε, 1 + ε) A_i )                           [arXiv 1707.06347]
     grpo   ppo's, with A divided by the standard deviation of the G rewards       [arXiv 2402.03300]
 
-sg stops the gradient. N e_B is the number of tokens that the batch is still worth. If the policies
-agree, all ρ are 1 and e_B = 1: nothing is capped, and nothing pulls. If they differ, a few large ρ
-outweigh all others, and e_B falls. So e_B is the cap: the less a batch is worth, the less a single
-token may weigh. And 1 - e_B is the weight of the KL divergence: the more of the batch's worth is
-lost, the harder π_θ is pulled back to π_b, where a batch is worth all of its tokens.
+sg stops the gradient: the weights min(ρ_i, e_B) count as plain numbers, and so does 1 - e_B. N e_B
+is the number of tokens that the batch is still worth. If the policies agree, all ρ are 1 and
+e_B = 1: nothing is capped, and nothing pulls. The more unequal the ρ are, the lower is e_B. e_B is
+the cap: the less a batch is worth, the less a single token may weigh. And 1 - e_B is the weight of
+the KL divergence: the less a batch is worth, the harder π_θ is pulled back to π_b.
 
-The valid tokens are those of an answer up to its end. Padding after it decides nothing, so it must
-not count in e_B.
+The valid tokens are those of an answer, its end mark included. The padding after it decides
+nothing, so it must not count in e_B.
 
-Every batch makes one gradient step. So P3O and PPO make the same steps on fresh data. They differ
+Every batch makes one gradient step. So P3O and PPO make the same update on fresh data. They differ
 with --lag, where an earlier policy writes the answers, and with --behavior-noise, where the sampler
 is not quite the learner, as with a serving engine.
 
@@ -96,12 +96,12 @@ class Args:
     learning_rate: float = 1e-3  # learning rate of Adam
     clip_coef: float = 0.2  # [ε] of ppo and grpo
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    supervised_updates: int = 1500  # imitation of the teacher first, 64 answers per update
-    supervised_rate: float = 2e-3  # highest learning rate of the imitation, after a warm-up
+    supervised_updates: int = 1500  # imitation of the teacher first, 64 answers each; 0 skips it
+    supervised_rate: float = 2e-3  # learning rate of the imitation; it rises first, and falls to 0
     forget_share: float = 0.5  # share of the teacher's answers in which it forgets to carry
-    lag: int = 0  # the policy that answers is the one of so many updates ago
+    lag: int = 0  # the policy that answers is that of this many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # of the sampler
-    temperature: float = 1.3  # the sampler's with --behavior-noise temperature; the learner's is 1
+    temperature: float = 1.3  # of the sampler with --behavior-noise temperature; the learner's is 1
     eval_frequency: int = 10  # iterations from one evaluation to the next
 
     adapt_batch: bool = False  # ABS: adapt L; without it, L = num_problems
@@ -296,7 +296,7 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
     L_π = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
     log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions are (N,), advantages
-    too.
+    too. No gradient flows through e_B.
     """
     log_probs = log_prob_of(log_pi, actions)
     log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
@@ -413,12 +413,12 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             sequences = torch.cat([prompts, answers], 1)
             log_pi = answer_logits(network, sequences)[valid].log_softmax(-1)
             log_probs = log_prob_of(log_pi, tokens)
-            old_log_probs = log_prob_of(log_pi_b, tokens)
+            log_probs_b = log_prob_of(log_pi_b, tokens)
             loss, ess, kl, capped_share = p3o_loss(log_pi, log_pi_b, tokens, advantages)
             if args.loss != "p3o":
-                losses = clipped_surrogate(log_probs, old_log_probs, advantages, args.clip_coef)
+                losses = clipped_surrogate(log_probs, log_probs_b, advantages, args.clip_coef)
                 loss = losses.mean()
-            ratios = (log_probs - old_log_probs).exp()
+            ratios = (log_probs - log_probs_b).exp()
             is_outside = (ratios - 1).abs() > args.clip_coef  # of PPO's 1 ± ε
             optimizer.zero_grad()
             loss.backward()
@@ -475,7 +475,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ()  # those for other scripts need episodes of an environment
+COMMANDS = ("python {} --resume",)  # named at the end of a run; tools need episodes of a game
 
 
 def say(message):
@@ -497,7 +497,8 @@ def check_args(args):
     limits = [
         (0, 2**63, "seed"),
         (1, 10**15, "total_timesteps"),
-        (1, 10**6, "supervised_updates num_problems problems_min"),
+        (0, 10**6, "supervised_updates"),
+        (1, 10**6, "num_problems problems_min"),
         (args.problems_min, 10**6, "problems_max"),
         (1, 10**9, "eval_frequency adapt_frequency"),
         (2, 10**6, "group_size"),
@@ -700,11 +701,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 def launch(Args=Args, **parts):

@@ -22,9 +22,9 @@ A stable policy gets long rollouts and large batches:
     L = round(L_adapt),    batch |B| = E L
 
 Each rollout is split into a fixed number of mini-batches. So a longer rollout means larger
-mini-batches, and fewer gradient steps per environment step. The main lines that only ABS needs are
-marked "ABS". What drives L for Q-learning is logged, too: the Behavioral Divergence (BD), which is
-the share of the M states whose most likely action has changed.
+mini-batches, and fewer gradient steps per environment step. In main, "ABS" marks the lines that
+only ABS needs. What drives L for Q-learning is logged, too: the Behavioral Divergence (BD), which
+is the share of the M states whose most likely action has changed.
 
 The paper has no numbers for PPO on Atari. Here, L_min and L_max are half and twice PPO's usual 128
 steps, as they are half and twice 32 in the paper's Q-learning. δ_min and δ_max are the 5% and 95%
@@ -41,7 +41,8 @@ Plain PPO, with L = 128 throughout:
 Continue a run after Ctrl-C or a crash:
     python ppo_abs.py --resume runs/...
 Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py. Games without lives need --no-episodic-life.
+launch(), as the files in examples/ do with pqn_abs.py. If your environment reports no lives, it
+needs --no-episodic-life.
 """
 
 import copy
@@ -582,7 +583,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
+COMMANDS = ("python {} --resume", "python tools/plot.py", "python tools/watch.py")  # shown last
 
 
 def say(message):
@@ -808,11 +809,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 def launch(Args=Args, **parts):

@@ -21,13 +21,14 @@ of two Gaussians. A policy that moves far gets small batches. A stable policy ge
     L_adapt ← (1 - β) L_adapt + β L'                smooths L; it starts at L_min, with β = 0.1
 
 L counts the steps of all E environments together, so it is the batch size. Each environment makes
-L / E steps. The main lines that only ABS needs are marked "ABS".
+L / E steps. In main, "ABS" marks the lines that only ABS needs.
 
-The paper gives no numbers for PPO. The defaults are those of its author's code. That code differs
-from this file in four points. It runs 5M steps. It rounds L down to a multiple of 32. Once L has
-moved, it makes N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. And it takes
-a time limit for the end of an episode. Here, the value of the last observation stands in for what
-would have followed.
+The paper gives no numbers for PPO. The defaults are those of its author's code, which differs from
+this file. It runs 5M steps, in the v4 environments. It rounds L_adapt down to a multiple of 32 each
+time that it moves. So a rising L stops about 300 below its target. Once L has moved, it makes
+N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. It scales rewards with
+Gymnasium's wrapper, and takes a time limit for the end of an episode. Here, the value of the last
+observation stands in for what would have followed.
 
 Install MuJoCo:
     pip install "gymnasium[mujoco]"
@@ -82,7 +83,7 @@ except ImportError:  # on Windows
 class Args:
     """PPO with Adaptive Batch Scaling on MuJoCo. Symbols are in brackets."""
 
-    env_id: str = "HalfCheetah-v5"  # any of Gymnasium's with vectors as observations and actions
+    env_id: str = "HalfCheetah-v5"  # a Gymnasium environment; observations and actions are vectors
     seed: int = 1  # seed of the network, the sampled actions and the environments
     total_timesteps: int = 1_000_000  # [T_total] environment steps
     num_envs: int = 1  # [E] environments, which take their steps one after the other
@@ -97,19 +98,19 @@ class Args:
     vf_coef: float = 0.5  # [c_v] weight of the value loss
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
-    adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PPO with L = num_steps
+    adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout keeps L = num_steps
     num_steps: int = 2048  # [L] of plain PPO: steps of all environments together
-    rollout_min: int = 1024  # [L_min] of a volatile policy, and of the first rollout
-    rollout_max: int = 8192  # [L_max] of a stable policy
+    rollout_min: int = 1024  # [L_min] L of a volatile policy, and of the first rollout
+    rollout_max: int = 8192  # [L_max] L of a stable policy
     adapt_frequency: int = 10  # [K] measure the KL divergence in every K-th iteration
     delta_min: float = 0.01  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 0.1  # [δ_max] at this KL divergence or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L_adapt
     reference_states: int = 2048  # [M] states in B_ref
-    divergence_window: int = 20  # L follows the mean of so many measurements, the last ones
+    divergence_window: int = 20  # L follows the mean of this many latest measurements
     burn_in: int = 10  # L moves from this measurement on
-    scale_epochs: bool = True  # more epochs where L > base_steps: N_epochs * L // base_steps
-    base_steps: int = 2048  # L above which --scale-epochs adds epochs
+    scale_epochs: bool = True  # if L > base_steps, N_epochs * L // base_steps epochs
+    base_steps: int = 2048  # L above which --scale-epochs adds epochs, with or without ABS
 
     runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default game, script, seed and time
@@ -546,8 +547,7 @@ def main(
                 sample = torch.randperm(batch_size)[: args.reference_states]  # B_ref
                 kl = policy_divergence(network, old_network, batch["obs"][sample])
                 divergences.append(kl)
-                num_measured = iteration // args.adapt_frequency
-                if num_measured >= args.burn_in:
+                if len(divergences) >= args.burn_in:
                     adaptive_length = rollout_length(
                         sum(divergences) / len(divergences),
                         adaptive_length,
@@ -583,7 +583,7 @@ def main(
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
+COMMANDS = ("python {} --resume", "python tools/plot.py", "python tools/watch.py")  # shown last
 
 
 def say(message):
@@ -609,7 +609,7 @@ def check_args(args):
         (1, 10**6, "num_steps rollout_min update_epochs"),
         (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states divergence_window base_steps"),
-        (0, 10**9, "burn_in"),
+        (0, args.divergence_window, "burn_in"),
         (1, shortest, "num_envs"),
         (1, shortest // 2, "num_minibatches"),  # rounding L / E may lose a third of L
         (0, 1, "gamma gae_lambda beta learning_rate"),
@@ -809,11 +809,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 def launch(Args=Args, **parts):

@@ -506,7 +506,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
+COMMANDS = ("python {} --resume", "python tools/plot.py", "python tools/watch.py")  # shown last
 
 
 def say(message):
@@ -533,8 +533,9 @@ def check_args(args):
         (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta learning_rate"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction beta learning_rate"),
         (1e-9, 1e9, "max_grad_norm checkpoint_every"),
+        (2e-9, 1, "delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
@@ -543,8 +544,7 @@ def check_args(args):
         for name in names.split():
             value = getattr(args, name)
             if not low <= value <= high:  # refuses NaN, too
-                option = name.replace("_", "-")
-                fail(f"--{option} {value!s:.20}: it must be from {low} to {high}")
+                fail(f"--{name.replace('_', '-')} {value!s:.20}: it must be from {low} to {high}")
 
 
 def check_q_values(args, envs, q_values):
@@ -736,11 +736,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 def launch(Args=Args, **parts):

@@ -33,9 +33,9 @@ direct path, however many blocks there are. x_n passes one more layer, and then 
 the network is that of pqn_abs.py.
 
 Started by torchrun, every process plays in its own E environments. Gradients and BD are averaged
-over the processes, so that all have the same network and the same L. This has been tested on a CPU
-with two processes, and never been measured on GPUs. The main lines that only ABS needs are marked
-"ABS", and those that only several processes need "torchrun".
+over the processes, so that all have the same network and the same L. Two processes have been tested
+on a CPU, but none on a GPU. In main, "ABS" marks the lines that only ABS needs, and "torchrun"
+those that only several processes need.
 
 One GPU, the paper's settings for PQN-L:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
@@ -95,7 +95,7 @@ class Args:
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the exploration and the environments
-    total_timesteps: int = 20_000_000  # [T_total] environment steps, of 4 frames each
+    total_timesteps: int = 20_000_000  # [T_total] steps of 4 frames, of all processes together
     num_envs: int = 128  # [E] environments in parallel, in each process
     learning_rate: float = 2.5e-4  # learning rate of RAdam
     anneal_lr: bool = False  # lower the learning rate linearly to 0 at total_timesteps
@@ -123,7 +123,7 @@ class Args:
 
     device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of all layers but the last; auto is bfloat16 where the hardware supports it"""
+    """number format of all layers but the head; auto is bfloat16 where the hardware supports it"""
     runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default game, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints
@@ -197,7 +197,7 @@ class QNetwork(nn.Module):
                 nn.LayerNorm(512),
             )
             self.blocks.append(block)
-        self.last = nn.Sequential()  # empty, it passes its input on: for --size s
+        self.last = nn.Sequential()  # before the head; for --size s empty, it passes its input on
         if num_blocks > 0:
             self.last = nn.Sequential(layer_init(nn.Linear(512, 512)), nn.LayerNorm(512))
         self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
@@ -403,16 +403,20 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # how many there are
 
 
 def join_processes(args):
-    """Connect torchrun's processes, and return what pick_device does. Each takes its own GPU."""
+    """Connect torchrun's processes, and return what pick_device does.
+
+    Each takes its own GPU, whichever --device names.
+    """
     if WORLD_SIZE == 1:
         return pick_device(args)
-    if args.device in ("auto", "cuda") and torch.cuda.is_available():
+    if args.device.startswith(("auto", "cuda")) and torch.cuda.is_available():
         args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
     device, bfloat16 = pick_device(args)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     atexit.register(dist.destroy_process_group)  # or PyTorch warns at the end
+    dist.barrier()  # the first one makes the run's folder when all have seen that there is none
     return device, bfloat16
 
 
@@ -443,7 +447,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
     check_args(args)
     folder = run_folder(args)
-    device, bfloat16 = join_processes(args)
+    device, bfloat16 = join_processes(args)  # torchrun
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
     seed_all(args.seed, 0)
     envs = make_envs(args)
@@ -461,7 +465,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     updates = saved.get("updates", 0)  # gradient steps
     saved_length = saved.get("adaptive_length", float(args.num_steps))  # limits may be new
     adaptive_length = min(max(saved_length, args.rollout_min), args.rollout_max)  # ABS: L_adapt
-    seed = own_seed(args.seed, iteration)  # a resumed run plays new games
+    seed = own_seed(args.seed, iteration)  # torchrun; a resumed run plays new games
     next_obs, lives = reset(args, envs, seed, device)
     lost_life = np.zeros(num_envs, bool)  # in the latest step; only used with --episodic-life
     check_q_values(args, envs, q_network(next_obs))
@@ -470,7 +474,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
         while not done:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
-            own_seed(args.seed, iteration)
+            own_seed(args.seed, iteration)  # torchrun
             length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
             batch_size = length * num_envs
             # BD covers only this iteration's updates. K sets how often it is measured.
@@ -568,7 +572,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                 "charts/updates": updates,
                 "charts/epsilon": epsilon,
                 "abs/rollout_length": length,
-                "abs/batch_size": batch_size * WORLD_SIZE,
+                "abs/batch_size": batch_size * WORLD_SIZE,  # torchrun
                 "abs/behavioral_divergence": divergence,
                 "losses/td_loss": td_loss.item(),  # of the last mini-batch
                 "losses/q_values": q_taken.mean().item(),  # of its last chunk
@@ -587,7 +591,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
 # --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
 
 SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-TOOLS = ("tools/plot.py", "tools/watch.py")  # named at the end of a run
+STARTED_BY = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {WORLD_SIZE}"
+COMMANDS = (STARTED_BY + " {} --resume", "python tools/plot.py", "python tools/watch.py")
 
 
 def say(message, only_first=True):
@@ -618,8 +623,9 @@ def check_args(args):
         (args.rollout_min, 10**6, "rollout_max"),
         (1, 10**9, "adapt_frequency reference_states"),
         (1, args.num_envs * shortest, "num_minibatches"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction delta_max beta learning_rate"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction beta learning_rate"),
         (1e-9, 1e9, "max_grad_norm checkpoint_every"),
+        (2e-9, 1, "delta_max"),
         (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
     ]
     if args.adapt_rollout:
@@ -628,8 +634,7 @@ def check_args(args):
         for name in names.split():
             value = getattr(args, name)
             if not low <= value <= high:  # refuses NaN, too
-                option = name.replace("_", "-")
-                fail(f"--{option} {value!s:.20}: it must be from {low} to {high}")
+                fail(f"--{name.replace('_', '-')} {value!s:.20}: it must be from {low} to {high}")
 
 
 def check_q_values(args, envs, q_values):
@@ -821,11 +826,11 @@ class Run(AbstractContextManager):
         elif error == (None, None, None):
             verb = "stopped" if self.interrupted else "finished"
             say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            python = "python"
-            if "OMP_NUM_THREADS" in os.environ and os.name == "posix":
-                python = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} python"
-            for command in (f"{sys.argv[0]} --resume", *TOOLS):
-                say(f"    {python} {command} {shlex.quote(self.folder.as_posix())}")
+            threads = os.environ.get("OMP_NUM_THREADS")
+            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
+            folder = shlex.quote(self.folder.as_posix())
+            for command in COMMANDS:
+                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
 
 
 class Follower(AbstractContextManager):

@@ -293,13 +293,15 @@ def test_actions_count_from_where_their_space_starts(play):
         assert column(ours / "metrics.csv", name) == column(theirs / "metrics.csv", name)
 
 
-@pytest.mark.parametrize("m", [1, 65])
-def test_number_of_micro_batches_that_makes_no_estimate(play, capsys, tmp_path, m):
-    """From 2 to the transitions of the shortest rollout: 16 steps in 4 environments."""
+@pytest.mark.parametrize(
+    "option, value", [("micro-batches", 1), ("micro-batches", 65), ("beta", 0)]
+)
+def test_options_that_make_no_estimate(play, capsys, tmp_path, option, value):
+    """m is at most the transitions of the shortest rollout, 16 steps in 4 environments."""
     with pytest.raises(SystemExit) as error:
-        play(micro_batches=m, total_timesteps=1)
+        play(**{option.replace("-", "_"): value}, total_timesteps=1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and f": --micro-batches {m}: " in line
+    assert error.value.code == 2 and f": --{option} {value}: " in line
     assert list(tmp_path.iterdir()) == []
 
 

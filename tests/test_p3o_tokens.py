@@ -250,6 +250,13 @@ def batches(seen, temperature=1.0):
     return found
 
 
+def test_the_imitation_can_be_skipped(train, guessing):
+    """Guards pretrained models: the first answers are those of the weights that they came with."""
+    train(1, guessing.part, supervised_updates=0)
+    assert not any(call.training for call in guessing.calls)
+    assert same_weights(guessing.calls[0].weights, guessing.before.state_dict())
+
+
 @pytest.mark.parametrize("noise", ["none", "temperature"])
 @pytest.mark.parametrize("loss", ["p3o", "ppo", "grpo"])
 def test_an_update_computed_twice(train, guessing, loss, noise):

@@ -532,24 +532,27 @@ def test_rollouts_and_epochs_follow_the_authors_rule(train, num_envs):
 
 
 def test_measurements_and_length_survive_a_resume(train):
-    """Guards ABS across a stop: the mean spans both parts, and L goes on from where it was."""
+    """Guards ABS across a stop: burn-in and mean span both parts, even if K is another one then."""
     given = []
 
     def rule(divergence, adaptive_length, **limits):
         given.append((divergence, adaptive_length))
         return adaptive_length + 3.3
 
-    arguments = {"adapt_rollout": True, "adapt_frequency": 1, "burn_in": 2, "num_steps": 21}
+    arguments = {"adapt_rollout": True, "adapt_frequency": 1, "burn_in": 4, "num_steps": 21}
     folder = train(ToyEnvs(3), rollout_length=rule, **arguments)
-    again = {**config(folder)["args"], "resume": str(folder), "total_timesteps": 200}
+    again = {**config(folder)["args"], "resume": str(folder), "total_timesteps": 500}
+    again["adapt_frequency"] = 2
     train(ToyEnvs(3), rollout_length=rule, **again)
     measured = column(folder / "metrics.csv", "abs/kl_divergence")
-    means = [np.mean(measured[:i]) for i in range(2, len(measured) + 1)]
+    means = [np.mean(measured[:i]) for i in range(4, len(measured) + 1)]
     assert [divergence for divergence, _ in given] == pytest.approx(means)
     before = [21 + 3.3 * i for i in range(len(given))]
     assert [length for _, length in given] == pytest.approx(before) and len(given) > 5
     lengths = column(folder / "metrics.csv", "abs/rollout_length", int)
-    assert lengths[2:] == [3 * round(length / 3) for length in before[1:]]
+    moved = [0, 0, 0, 0, *(i for i in range(1, len(given) + 1) for _ in range(2))]  # by row
+    expected = [3 * round((21 + 3.3 * i) / 3) for i in moved]
+    assert lengths[4:] == expected[4 : len(lengths)] and lengths[:4] == [21] * 4
 
 
 def test_fixed_rollouts_stay(train):
@@ -737,6 +740,7 @@ def test_without_mujoco(refused, monkeypatch):
         (["--ent-coef", "-1"], "--ent-coef -1"),
         (["--divergence-window", "0"], "--divergence-window 0"),
         (["--burn-in", "-1"], "--burn-in -1"),
+        (["--burn-in", "21"], "--burn-in 21"),
         (["--resume", "nowhere"], "nowhere"),
     ],
 )

@@ -576,6 +576,7 @@ BAD = [
     {"delta_min": 0.0},
     {"delta_min": 0.95},
     {"delta_max": 1.01},
+    {"delta_max": 0.0},
     {"delta_min": 0.5, "delta_max": 0.4},
     {"num_minibatches": 128 * 16 + 1},
     {"num_minibatches": 9, "num_envs": 1, "num_steps": 8, "adapt_rollout": False},

@@ -266,6 +266,7 @@ def test_steps_count_both_processes_and_the_first_one_writes(pair):
     names = {path.name for path in pair.run.iterdir()}
     assert names == {"checkpoint.pt", "config.json", "metrics.csv"}
     assert pair.output.count("finished after") == pair.output.count("--resume") == 1
+    assert " torchrun --nproc-per-node 2 " in pair.output.partition("finished after")[2]
 
 
 @pytest.mark.parametrize("processes", [2, 1])
