@@ -486,6 +486,22 @@ def test_the_crossed_contrasts(monkeypatch, capsys):
 
     schedules = ROOT / "results" / "crossed_schedules" / "schedules.csv"
     settings = schedules.read_text().splitlines()[0].split(",")[1:]
+    analyse.groups(table, settings)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    apart = abs((arms["R"] - arms["X"]).mean(1))
+    rest = [i for i in range(10) if apart[i] < sorted(apart)[-2]]
+    for name, chosen in (
+        *zip(settings, np.eye(10, dtype=bool), strict=True),
+        ("low, all games", np.arange(10) >= 5),
+        ("high, all games", np.arange(10) < 5),
+        ("without the two largest R - X", rest),
+    ):
+        (line,) = (line for line in lines if line.startswith(f"  {name}: "))
+        numbers = [float(x) for x in re.findall(r"[-+]?\d+\.\d", line)]
+        for (first, second), printed in zip(["RX", "AR", "AC"], numbers[::3], strict=True):
+            effect = 100 * (arms[first][chosen].mean() - arms[second][chosen].mean())
+            assert printed == pytest.approx(effect, abs=0.051)
+
     right = analyse.draw(table, settings, found).axes[1]
     dots = [line.get_xydata()[0] for line in right.lines if line.get_marker() in "osD^vXP"]
     for row, (first, second) in enumerate(["RX", "AR", "AC"]):
@@ -494,6 +510,39 @@ def test_the_crossed_contrasts(monkeypatch, capsys):
         ours = [x for x, y in dots if row < y < row + 1]
         means = 100 * (arms[first].mean(1) - arms[second].mean(1))
         assert ours == pytest.approx(means)
+
+
+def test_the_crossed_verdict(tmp_path):
+    """The page's effects, in all and by setting, follow from the runs; so do those of README."""
+    scores = {}
+    for run in unpacked("crossed_schedules/arms", tmp_path).iterdir():
+        total, weight, before = 0.0, 0, 0
+        for row in table(run / "metrics.csv"):
+            step = int(row["global_step"])
+            if row["charts/episodic_return"]:
+                total += float(row["charts/episodic_return"]) * (step - before)
+                weight += step - before
+            before = step
+        arm, game, _ = run.name.split("__")
+        scores.setdefault((arm[2:], game), {}).setdefault(arm[0], []).append(total / weight)
+    assert len(scores) == 10
+    page = (ROOT / "results" / "crossed_schedules" / "README.md").read_text()
+    by_setting = page[page.index("## What makes it, by setting") :]
+    effects = []
+    for (rate, game), arms in sorted(scores.items()):
+        assert [len(arms[arm]) for arm in "ARXC"] == [8] * 4
+        whole = np.mean([*arms.values()])
+        pairs = [np.mean(arms[a]) - np.mean(arms[b]) for a, b in ("RX", "AR", "AC")]
+        effects.append(100 * np.array(pairs) / whole)
+        row = by_setting.partition(f"| {rate}, {game.replace('_', ' ').title()} | ")[2]
+        printed = [float(cell.split()[0]) for cell in row.partition(" |\n")[0].split(" | ")]
+        assert printed == pytest.approx(effects[-1], abs=0.051)
+    for pair, effect in zip(["R - X", "A - R", "A - C"], np.mean(effects, axis=0), strict=True):
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {pair}: "))
+        assert f" | {effect:+.1f}% (" in line
+    readme = (ROOT / "README.md").read_text()
+    own, _, against_c = np.mean(effects, axis=0)
+    assert f"scored {-own:.1f}% less" in readme and f"L = 32 is {against_c:+.1f}%" in readme
 
 
 def test_the_crossed_runs_are_read_by_arm_setting_and_seed(tmp_path, monkeypatch, capsys):

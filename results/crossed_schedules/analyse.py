@@ -99,6 +99,26 @@ def contrasts(table, statistic, label, as_share=np.positive):
     return np.array(found)
 
 
+def groups(relative, settings):
+    """Exploratory: effects by setting and by rate, and without the two largest |R - X|."""
+    differences = relative[ARMS.index("R")] - relative[ARMS.index("X")]
+    chosen = {setting: [index] for index, setting in enumerate(settings)}
+    for rate in RATES:
+        chosen[f"{rate}, all games"] = [i for i, name in enumerate(settings) if rate in name]
+    smallest_first = np.abs(differences.mean(axis=1)).argsort()
+    chosen["without the two largest R - X"] = smallest_first[:-2]
+    pairs = (" - ".join(pair) for pair in CONTRASTS)
+    print("exploratory:", ", ".join(pairs), "by setting, with 95% intervals")
+    for name, indices in chosen.items():
+        cells = []
+        for first, second in CONTRASTS:
+            one, other = relative[ARMS.index(first), indices], relative[ARMS.index(second), indices]
+            low, high = np.quantile(interval_draws(one, other, report.mean), (0.025, 0.975))
+            effect = report.mean(one) - report.mean(other)
+            cells.append(f"{100 * effect:+.1f}% ({100 * low:.1f} to {100 * high:.1f})")
+        print(f"  {name}:", ", ".join(cells))
+
+
 def draw(relative, settings, found) -> plot.plt.Figure:
     """The ten schedules, and each contrast: its mean with interval, and the settings' own."""
     size = {"figsize": (10, 4.2), "width_ratios": (3, 4), "layout": "constrained"}
@@ -124,7 +144,11 @@ def draw(relative, settings, found) -> plot.plt.Figure:
         errors = [[effect - low], [high - effect]]
         right.errorbar(effect, row, xerr=errors, color="black", fmt="D", capsize=4, zorder=3)
     right.set_yticks(range(len(CONTRASTS)), [" - ".join(pair) for pair in CONTRASTS])
-    right.set(xlabel="Difference of scores (%)", ylim=(len(CONTRASTS) - 0.1, -0.3))
+    right.set_xscale("symlog", linthresh=10)
+    ticks = (-200, -50, -20, -10, -5, 0, 5, 10, 20)
+    right.set_xticks(ticks, [f"{tick:d}" for tick in ticks])
+    right.set_xlabel("Difference of scores (%), logarithmic beyond ±10")
+    right.set(xlim=(-300, 30), ylim=(len(CONTRASTS) - 0.1, -0.3))
     plot.legend(figure, lines)
     return figure
 
@@ -135,6 +159,7 @@ def main(folder):
         relative = table / table.mean(axis=(0, 2))[None, :, None]
         found = contrasts(relative, report.mean, label)
         if window == 1.0:
+            groups(relative, settings)
             figure = draw(relative, settings, found)
             plot.save(figure, Path(__file__).with_name("figure.png"))
             contrasts(relative, report.interquartile_mean, "secondary: interquartile mean")
