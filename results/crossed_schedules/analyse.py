@@ -100,13 +100,14 @@ def contrasts(table, statistic, label, as_share=np.positive):
 
 
 def groups(relative, settings):
-    """Exploratory: effects by setting and by rate, and without the two largest |R - X|."""
+    """Exploratory: effects by setting and by rate, and without the largest |R - X|, or two."""
     differences = relative[ARMS.index("R")] - relative[ARMS.index("X")]
     chosen = {setting: [index] for index, setting in enumerate(settings)}
     for rate in RATES:
         chosen[f"{rate}, all games"] = [i for i, name in enumerate(settings) if rate in name]
     smallest_first = np.abs(differences.mean(axis=1)).argsort()
-    chosen["without the two largest R - X"] = smallest_first[:-2]
+    for left_out in (1, 2):
+        chosen[f"without the {left_out} largest R - X"] = smallest_first[:-left_out]
     pairs = (" - ".join(pair) for pair in CONTRASTS)
     print("exploratory:", ", ".join(pairs), "by setting, with 95% intervals")
     for name, indices in chosen.items():
