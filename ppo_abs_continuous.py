@@ -23,12 +23,12 @@ of two Gaussians. A policy that moves far gets small batches. A stable policy ge
 L counts the steps of all E environments together, so it is the batch size. Each environment makes
 L / E steps. In main, "ABS" marks the lines that only ABS needs.
 
-The paper gives no numbers for PPO. The defaults are those of its author's code, which differs from
-this file. It runs 5M steps, in the v4 environments. It rounds L_adapt down to a multiple of 32 each
-time that it moves. So a rising L stops about 300 below its target. Once L has moved, it makes
-N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. It scales rewards with
-Gymnasium's wrapper, and takes a time limit for the end of an episode. Here, the value of the last
-observation stands in for what would have followed.
+The paper gives no numbers for PPO. The defaults are those of its author's code. That code differs
+from this file in these points. It runs 5M steps, in the v4 environments. It rounds L_adapt down to
+a multiple of 32 each time that it moves. So a rising L stops about 300 below its target. Once L has
+moved, it makes N_epochs · L // 2048 epochs, even where these are fewer than N_epochs. It scales
+rewards with Gymnasium's wrapper, and takes a time limit for the end of an episode. Here, the value
+of the last observation stands in for what would have followed.
 
 Install MuJoCo:
     pip install "gymnasium[mujoco]"
