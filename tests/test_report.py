@@ -440,6 +440,15 @@ def test_the_verdict(tmp_path):
         p = float(f"{float(row['p_holm']):.2g}")
         assert f"| {change:+.1f}% ({low:.1f} to {high:.1f}) | {p} |" in readme
 
+    runs = list(unpacked("crossed_schedules/l36", tmp_path).iterdir())
+    assert len(runs) == 60
+    mean = np.mean([np.log(plain_score(run)) for run in runs])
+    page = (ROOT / "results" / "crossed_schedules" / "README.md").read_text()
+    ahead, behind = 100 * np.expm1([logs["a"].mean() - mean, mean - logs["b"].mean()])
+    assert f"ABS against L = 36 | {ahead:+.1f}% (" in page
+    assert f"ABS leads it by {ahead:.1f}% (" in readme
+    assert f"L = 36 against L = 64 | {behind:+.1f}% (" in page
+
 
 def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
     """Guards against a mean over two programs, or two learning rates; --label says it is meant."""
