@@ -34,8 +34,8 @@ the network is that of pqn_abs.py.
 
 Started by torchrun, every process plays in its own E environments. Gradients and BD are averaged
 over the processes, so that all have the same network and the same L. Two processes have been tested
-on a CPU, but none on a GPU. In main, "ABS" marks the lines that only ABS needs, and "torchrun"
-those that only several processes need.
+on a CPU, and one on a GPU. In main, "ABS" marks the lines that only ABS needs, and "torchrun" those
+that only several processes need.
 
 One GPU, the paper's settings for PQN-L:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
