@@ -516,7 +516,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                     truncated[t] = torch.tensor(timeout)
                     if timeout.any():
                         last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
-                    if args.episodic_life:  # at game over lives go up, so this stays False
+                    if args.episodic_life:  # at game over, "lives" is the next game's
                         lost_life = terminal & (info["lives"] < lives)
                         lives = np.array(info["lives"])
                     run.add_rewards(reward, (terminal | timeout) & ~lost_life)

@@ -111,7 +111,7 @@ class Args:
     adapt_frequency: int = 5  # [K] measure the KL divergence in every K-th iteration
     delta_min: float = 5e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 2e-2  # [δ_max] at this KL divergence or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, but in its author's code
+    beta: float = 0.1  # [β] step size of L_adapt; the value is from its author's code
 
     runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default task, script, seed and time

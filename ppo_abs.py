@@ -40,7 +40,7 @@ Plain PPO, with L = 128 throughout:
     python ppo_abs.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python ppo_abs.py --resume runs/...
-Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
+Your own environment, network or rule for L: pass make_envs, ActorCritic or rollout_length to
 launch(), as the files in examples/ do with pqn_abs.py. If your environment reports no lives, it
 needs --no-episodic-life.
 """
@@ -110,7 +110,7 @@ class Args:
     adapt_frequency: int = 50  # [K] measure the KL divergence in every K-th iteration
     delta_min: float = 1e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 3.5e-3  # [δ_max] at this KL divergence or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, but in its author's code
+    beta: float = 0.1  # [β] step size of L_adapt; the value is from its author's code
     reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
     scale_epochs: bool = False  # more epochs where L > 128: N_epochs * L // 128
 
@@ -499,7 +499,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     truncated[t] = torch.tensor(timeout)
                     if timeout.any():
                         last_values[t, truncated[t]] = policy_and_value(network, last_obs)[1]
-                    if args.episodic_life:  # at game over lives go up, so this stays False
+                    if args.episodic_life:  # at game over, "lives" is the next game's
                         lost_life = terminal & (info["lives"] < lives)
                         lives = np.array(info["lives"])
                     run.add_rewards(reward, (terminal | timeout) & ~lost_life)

@@ -38,7 +38,7 @@ Plain PPO, with L = 2,048 throughout:
     python ppo_abs_continuous.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python ppo_abs_continuous.py --resume runs/...
-Your own environment, network or schedule: pass make_envs, ActorCritic or rollout_length to
+Your own environment, network or rule for L: pass make_envs, ActorCritic or rollout_length to
 launch(), as the files in examples/ do with pqn_abs.py. An ActorCritic of your own needs .actor,
 which gives the means, and .log_std.
 """

@@ -22,20 +22,20 @@ batches. A stable policy gets long rollouts and large batches:
     L = round(L_adapt),    batch |B| = E L
 
 Each rollout is split into a fixed number of mini-batches. So a longer rollout means larger
-mini-batches, and fewer gradient steps per environment step. In main, "ABS" marks the lines that
-plain PQN does not need.
+mini-batches, and fewer gradient steps per environment step. In main, comments marked "ABS" show
+where it comes in.
 
-One GPU, the ABS paper's settings:
-    python pqn_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop without a GPU: a short run with fewer environments, more gradient steps and a faster
-schedule. One thread, because several slow each other down when other programs run:
+One GPU, the ABS paper's settings. Breakout can stall without --episodic-life:
+    python pqn_abs.py --env-id BreakoutNoFrameskip-v4 --episodic-life
+A laptop without a GPU: a short run with fewer environments, more gradient steps and more frequent
+measurements. One thread, because several slow each other down when other programs run:
     OMP_NUM_THREADS=1 python pqn_abs.py --episodic-life --num-envs 32 --num-minibatches 16 \
         --adapt-frequency 10 --exploration-fraction 0.2 --end-e 0.01 --total-timesteps 500000
 Plain PQN, with L = 32 throughout:
     python pqn_abs.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python pqn_abs.py --resume runs/...
-Your own environment, network or schedule: pass make_envs, QNetwork or rollout_length to launch(),
+Your own environment, network or rule for L: pass make_envs, QNetwork or rollout_length to launch(),
 as the files in examples/ do.
 """
 
@@ -104,7 +104,7 @@ class Args:
     adapt_frequency: int = 50  # [K] measure BD in every K-th iteration
     delta_min: float = 0.05  # [δ_min] at this BD or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this BD or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, but in its author's code
+    beta: float = 0.1  # [β] step size of L_adapt; the value is from its author's code
     reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
     scale_epochs: bool = False  # if L > 32, N_epochs * L // 32 epochs, as in the author's code
 
@@ -428,7 +428,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                     truncated[t] = torch.tensor(timeout)
                     if timeout.any():
                         last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
-                    if args.episodic_life:  # at game over lives go up, so this stays False
+                    if args.episodic_life:  # at game over, "lives" is the next game's
                         lost_life = terminal & (info["lives"] < lives)
                         lives = np.array(info["lives"])
                     run.add_rewards(reward, (terminal | timeout) & ~lost_life)

@@ -117,7 +117,7 @@ class Args:
     adapt_frequency: int = 50  # [K] measure BD in every K-th iteration
     delta_min: float = 0.05  # [δ_min] at this BD or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this BD or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; not in the paper, but in its author's code
+    beta: float = 0.1  # [β] step size of L_adapt; the value is from its author's code
     reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
     scale_epochs: bool = False  # if L > 32, N_epochs * L // 32 epochs, as in the author's code
 
@@ -510,7 +510,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                     truncated[t] = torch.tensor(timeout)
                     if timeout.any():
                         last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
-                    if args.episodic_life:  # at game over lives go up, so this stays False
+                    if args.episodic_life:  # at game over, "lives" is the next game's
                         lost_life = terminal & (info["lives"] < lives)
                         lives = np.array(info["lives"])
                     run.add_rewards(reward, (terminal | timeout) & ~lost_life)
