@@ -6,55 +6,46 @@
 """PQN with Adaptive Batch Scaling (ABS), on Atari, in one file.
 
 PQN [arXiv 2407.04811] is Q-learning with many parallel environments and LayerNorm, but no replay
-buffer and no target network. It plays L steps in E environments, learns from these steps, discards
-them and starts again.
+buffer and no target network. An iteration plays L steps in each of E environments, learns from
+these steps in a fixed number of mini-batches, and discards them.
 
-ABS [arXiv 2605.21557] adapts the rollout length L to the policy. An iteration is one rollout and
-the updates that follow. Every K-th iteration measures the Behavioral Divergence (BD) δ_π: the share
-of M states, drawn from the rollout (B_ref), in which the updates changed the greedy action. θ_old
-is the network before these updates. A policy that changes a lot gets short rollouts, and so small
-batches. A stable policy gets long rollouts and large batches:
+ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it measures the Behavioral
+Divergence (BD) δ_π: the share of M states of the rollout in which the updates changed the greedy
+action. With θ_old, the network before these updates, and θ, the network after them:
 
-    δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ],    s_i ~ B_ref
+    δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ]
     α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)      0: stable, 1: volatile
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L'          smooths L'; β = 0.1, and L_adapt starts at 32
-    L = round(L_adapt),    batch |B| = E L
+    L_adapt ← (1 - β) L_adapt + β L',    L = round(L_adapt),    batch |B| = E L
 
-Each rollout is split into a fixed number of mini-batches. So a longer rollout means larger
-mini-batches, and fewer gradient steps per environment step. In main, comments marked "ABS" show
-where it comes in.
+A volatile policy gets short rollouts, and so small batches. A stable policy gets long rollouts and
+large batches, and fewer gradient steps per environment step. "ABS" marks the lines for it in main.
 
-One GPU, the ABS paper's settings. Breakout can stall without --episodic-life:
-    python pqn_abs.py --env-id BreakoutNoFrameskip-v4 --episodic-life
-A laptop without a GPU: a short run with fewer environments, more gradient steps and more frequent
-measurements. One thread, because several slow each other down when other programs run:
-    OMP_NUM_THREADS=1 python pqn_abs.py --episodic-life --num-envs 32 --num-minibatches 16 \
-        --adapt-frequency 10 --exploration-fraction 0.2 --end-e 0.01 --total-timesteps 500000
+One GPU, the ABS paper's settings, except that a lost life ends an episode (--no-episodic-life):
+    python pqn_abs.py --env-id BreakoutNoFrameskip-v4
+A laptop without a GPU, on one thread, because other programs would slow down two:
+    OMP_NUM_THREADS=1 python pqn_abs.py --num-envs 32 --num-minibatches 16 --adapt-frequency 10 \
+        --exploration-fraction 0.2 --end-e 0.01 --total-timesteps 500000
 Plain PQN, with L = 32 throughout:
     python pqn_abs.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python pqn_abs.py --resume runs/...
-Your own environment, network or rule for L: pass make_envs, QNetwork or rollout_length to launch(),
-as the files in examples/ do.
+Your own environment, network or rule for L: pass it to launch(), as the files in examples/ do.
 """
 
 import copy
+import ctypes
 import json
 import math
-import multiprocessing
 import os
-import platform
 import random
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,14 +58,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from gymnasium.spaces import Discrete
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorWrapper
 from tqdm import tqdm
-
-try:
-    import fcntl  # for a lock on the run's folder
-except ImportError:  # on Windows
-    fcntl = None
 
 
 @dataclass
@@ -95,7 +80,7 @@ class Args:
     start_e: float = 1.0  # [ε] share of random actions at the start
     end_e: float = 0.001  # [ε] share of random actions once ε has stopped falling
     exploration_fraction: float = 0.10  # fraction of total_timesteps over which ε falls
-    episodic_life: bool = False  # a lost life ends the learner's episode; the game goes on
+    episodic_life: bool = True  # a lost life ends an episode, but not the game; not in the paper
 
     adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PQN with L = num_steps
     num_steps: int = 32  # [L] steps in each environment in the first rollout
@@ -146,8 +131,8 @@ class ImageNorm(nn.LayerNorm):
 class QNetwork(nn.Module):
     """uint8 frames (N, 4, 84, 84) -> float32 Q-values (N, A): Nature CNN with LayerNorm [PQN].
 
-    LayerNorm after each layer keeps Q-learning stable without a target network. If you write your
-    own network, it may return bfloat16; main converts the output to float32.
+    LayerNorm after each layer keeps Q-learning stable without a target network. A network of your
+    own may return bfloat16 under autocast; main converts its output to float32.
     """
 
     def __init__(self, envs):
@@ -171,8 +156,8 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 represents every byte exactly. Under autocast, converting the frames to bfloat16
-        # here makes the network 1.4 times as fast.
+        # Under autocast the layers compute in bfloat16. It represents every byte exactly, so the
+        # frames become bfloat16 at once: 1.4 times as fast as by way of float32.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
@@ -181,102 +166,64 @@ class QNetwork(nn.Module):
             return self.head(x.float())
 
 
+class EpisodicLife(VectorWrapper):
+    """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
+
+    The next action is FIRE instead of the agent's: Breakout waits for it. Needs info["lives"] (E,).
+    Adds to info where a whole game ended (E,), and the actions that were executed (E,).
+    """
+
+    def __init__(self, envs, fire_action):
+        super().__init__(envs)
+        self.fire_action = fire_action
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        self.lives = np.array(info["lives"])
+        self.lost_life = np.zeros(self.num_envs, bool)
+        return obs, info
+
+    def step(self, actions):
+        actions = np.where(self.lost_life, self.fire_action, actions)
+        obs, rewards, terminated, truncated, info = super().step(actions)
+        game_over = terminated | truncated
+        self.lost_life = (info["lives"] < self.lives) & ~game_over  # after a reset, lives are new
+        self.lives = np.array(info["lives"])
+        info = info | {"game_over": game_over, "executed_actions": actions}
+        return obs, rewards, terminated | self.lost_life, truncated, info
+
+
 def make_envs(args: Args):
     """A vector of args.num_envs copies of an Atari game.
 
     Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
-    the last two of them are max-pooled. Rewards are points in the game. As usual for
-    AtariVectorEnv, an episode starts with FIRE and 0 to 28 no-ops, and is truncated after 108,000
-    emulator frames.
+    the last two of them are max-pooled. Rewards are points in the game. An episode starts with FIRE
+    and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
 
-    Your own make_envs may return any Gymnasium VectorEnv that has
-    - a Discrete action space,
-    - same-step autoreset: where an episode ends, step() returns the next one's first observation,
-      and info["final_obs"] holds the last observation of the one that ended.
-    Only --episodic-life needs more: a lost life is "terminated" but does not reset the game,
-    info["lives"] counts the lives, and fire_action is the action that resumes play after it.
+    Your own make_envs may return any Gymnasium VectorEnv with actions Discrete(A) and same-step
+    autoreset: where an episode ends, step() returns the next one's first observation, and
+    info["final_obs"] holds the last one of the episode that ended. A vector wrapper that transforms
+    observations must transform both.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
-        fail(f"--env-id {args.env_id} is no game here, or skips frames at random; try ALE/Pong-v5")
-    say(f"loading {args.num_envs} x {args.env_id}")  # about 0.2 s each
+        why = "no Atari game, or skips frames at random"
+        raise UsageError(f"--env-id {args.env_id}: {why}; try BreakoutNoFrameskip-v4")
+    tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
         args.num_envs,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
-        life_loss_info=args.episodic_life,
         reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
+    if not args.episodic_life:
+        return envs
     buttons = [button.name for button in envs.ale.get_action_set()]
-    envs.fire_action = buttons.index("FIRE") if "FIRE" in buttons else 0
-    return envs
-
-
-def check_envs(args, envs):
-    """Refuse environments that main cannot train on."""
-    space = envs.single_action_space
-    if not isinstance(space, Discrete) or space.n < 2:
-        fail(f"--env-id {args.env_id}: needs a Discrete action space of 2 or more, not {space}")
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        fail("make_envs must return environments with autoreset_mode=AutoresetMode.SAME_STEP")
-    if envs.num_envs != args.num_envs:
-        fail(f"make_envs returned {envs.num_envs} environments instead of {args.num_envs}")
-
-
-def to_tensor(obs, device):
-    """Observations as a tensor on the device; one that is not finite ends the run."""
-    obs = np.ascontiguousarray(obs)  # torch.tensor accepts no negative strides
-    tensor = torch.tensor(obs, device=device)
-    if tensor.is_floating_point() and not tensor.isfinite().all():
-        fail("an environment returned an observation that is not finite", status=1)
-    return tensor
-
-
-def reset(args, envs, seed, device):
-    """Start the environments; returns first observations (E, ...) on the device, and lives (E,)."""
-    # Environments may sample from their spaces, which envs.reset(seed=...) does not seed.
-    sub_envs = getattr(envs.unwrapped, "envs", [])
-    for i, env in enumerate([envs, *sub_envs]):
-        for name in ("action", "observation", "single_action", "single_observation"):
-            if hasattr(env, f"{name}_space"):
-                getattr(env, f"{name}_space").seed(seed + i)
-    obs, info = envs.reset(seed=seed)
-    if not isinstance(obs, np.ndarray):
-        fail(f"--env-id {args.env_id}: observations must be arrays, not {type(obs).__name__}")
-    if args.episodic_life and not ("lives" in info and hasattr(envs, "fire_action")):
-        fail(f"--episodic-life: {args.env_id} has no lives or fire_action; use --no-episodic-life")
-    lives = np.array(info.get("lives"))  # without --episodic-life, nothing uses them
-    return to_tensor(obs, device), lives
-
-
-def step(envs, actions):
-    """Take one action in each environment. Actions (E,) are int64, from 0 up. Returns
-
-    - next_obs: the next observations (E, ...), a tensor on the actions' device
-    - rewards, terminated, truncated: NumPy arrays (E,)
-    - last_obs: the last observations (n, ...) of the n truncated episodes, a tensor
-    - info: everything else the environments report
-
-    All but info are copies, because environments may reuse their arrays.
-    """
-    first_action = envs.single_action_space.start
-    obs, rewards, terminated, truncated, info = envs.step(actions.numpy(force=True) + first_action)
-    next_obs = to_tensor(obs, actions.device)
-    terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
-    last_obs = next_obs[:0]  # empty, unless an episode is truncated
-    if truncated.any():
-        last_obs = np.stack(info["final_obs"][truncated])
-        last_obs = torch.tensor(last_obs, dtype=next_obs.dtype, device=actions.device)
-    return next_obs, np.array(rewards, float), terminated, truncated, last_obs, info
-
-
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """Goes linearly from start (at step 0) to end (at step duration), then stays at end."""
-    return start + min(step / max(duration, 1), 1) * (end - start)
+    return EpisodicLife(envs, buttons.index("FIRE") if "FIRE" in buttons else 0)  # 0: no button
 
 
 def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_lambda: float):
@@ -334,14 +281,210 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
+def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length) -> Path:
+    """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
+    check_args(args)
+    device, bfloat16 = pick_device(args)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+    folder = run_folder(args)
+    saved = {}
+    if args.resume:  # weights_only: a file from someone else cannot run code
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    global_step = saved.get("global_step", 0)
+    iteration = saved.get("iteration", 0)
+    updates = saved.get("updates", 0)  # gradient steps
+    adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
+    # --resume may come with new limits.
+    adaptive_length = min(max(adaptive_length, args.rollout_min), args.rollout_max)
+
+    seed = seed_all(args.seed, iteration)  # a resumed run plays new games
+    envs = make_envs(args)
+    num_envs = args.num_envs
+    num_actions = int(envs.single_action_space.n)
+    q_network = QNetwork(envs).to(device).eval()  # dropout, if any, is off while acting
+    old_network = copy.deepcopy(q_network)  # ABS: θ_old, filled in the loop
+    # foreach makes RAdam 5 times as fast.
+    optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate, foreach=True)
+    modules = {"network": q_network, "optimizer": optimizer}  # whose states a checkpoint stores
+    if hasattr(rollout_length, "state_dict"):  # your own may be an object with a state
+        modules["rollout_length"] = rollout_length
+    if saved:
+        for name, module in modules.items():
+            module.load_state_dict(saved[name])
+    next_obs = torch.tensor(envs.reset(seed=seed)[0], device=device)
+    check_parts(args, envs, q_network(next_obs))
+    score = np.zeros(num_envs)  # of the games in progress
+    with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
+        done = global_step >= args.total_timesteps
+        while not done:
+            iteration += 1
+            # Seed each iteration anew, so that a resumed run needs no saved generator states.
+            seed_all(args.seed, iteration)
+            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
+            batch_size = length * num_envs
+            # BD covers only this iteration's updates. K sets how often it is measured.
+            is_measured = iteration % args.adapt_frequency == 0  # ABS
+            if is_measured:
+                old_network.load_state_dict(q_network.state_dict())  # ABS: θ_old ← θ
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - global_step / args.total_timesteps
+            optimizer.param_groups[0]["lr"] = learning_rate
+
+            # 1. Collect L steps in each of the E environments, ε-greedily.
+            exploration_steps = args.exploration_fraction * args.total_timesteps
+            explored = min(global_step / max(exploration_steps, 1), 1)
+            epsilon = args.start_e + explored * (args.end_e - args.start_e)
+            explore = torch.rand((length, num_envs), device=device) < epsilon
+            random_actions = torch.randint(num_actions, (length, num_envs), device=device)
+            obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
+            actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
+            rewards = torch.zeros((length, num_envs), device=device)
+            terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
+            truncated = torch.zeros_like(terminated)
+            values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), t = 0..L
+            last_values = torch.zeros_like(rewards)  # of truncated episodes' last states
+            with torch.no_grad(), autocast:
+                for t in range(length):
+                    obs[t] = next_obs
+                    values[t], greedy_actions = q_network(next_obs).float().max(1)
+                    actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
+                    frames, reward, terminal, timeout, info = envs.step(np.array(actions[t].cpu()))
+                    next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
+                    if "executed_actions" in info:  # EpisodicLife presses FIRE after a lost life
+                        actions[t] = torch.tensor(info["executed_actions"])
+                    rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
+                    terminated[t] = torch.tensor(terminal)
+                    truncated[t] = torch.tensor(timeout)
+                    if timeout.any():
+                        last = np.stack(info["final_obs"][timeout])
+                        last_obs = torch.tensor(last, dtype=next_obs.dtype, device=device)
+                        last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
+                    score += reward
+                    game_over = info.get("game_over", terminal | timeout)
+                    run.scores.extend(score[game_over].tolist())
+                    score[game_over] = 0
+                    global_step += num_envs
+                values[length] = q_network(next_obs).float().amax(1)
+
+            # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
+            # Where an episode was truncated, values[t + 1] belongs to the next episode's start.
+            next_values = torch.where(truncated, last_values, values[1:])
+            returns = lambda_returns(
+                rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
+            )
+            b_obs = obs.flatten(0, 1)
+            b_actions = actions.flatten()
+            b_returns = returns.flatten()
+            epochs = args.update_epochs
+            if args.scale_epochs:
+                base_steps = 32  # the paper's rollout length before it adapts
+                epochs = max(epochs, epochs * length // base_steps)
+            q_network.train()
+            for _ in range(epochs):
+                shuffled = torch.randperm(batch_size, device=device)
+                for minibatch in shuffled.tensor_split(args.num_minibatches):
+                    with autocast:
+                        q_values = q_network(b_obs[minibatch]).float()
+                    q_taken = q_values.gather(1, b_actions[minibatch, None]).squeeze(1)
+                    loss = F.mse_loss(q_taken, b_returns[minibatch])
+                    optimizer.zero_grad()
+                    loss.backward()
+                    grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    updates += 1
+            q_network.eval()
+            # A NaN in an observation, a reward or a weight reaches the gradient.
+            if not grad_norm.isfinite():
+                raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
+
+            # 3. ABS: measure how much the updates changed the policy, and adapt the rollout length.
+            divergence = None
+            if is_measured:
+                sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
+                with autocast:
+                    divergence = behavioral_divergence(q_network, old_network, b_obs[sample])
+                adaptive_length = rollout_length(
+                    divergence,
+                    adaptive_length,
+                    rollout_min=args.rollout_min,
+                    rollout_max=args.rollout_max,
+                    delta_min=args.delta_min,
+                    delta_max=args.delta_max,
+                    beta=args.beta,
+                )
+
+            # 4. Log and save. Losses are those of the last mini-batch.
+            row = {
+                "global_step": global_step,
+                "charts/updates": updates,
+                "charts/epsilon": epsilon,
+                "abs/rollout_length": length,
+                "abs/batch_size": batch_size,
+                "abs/behavioral_divergence": divergence,
+                "losses/td_loss": loss.item(),
+                "losses/q_values": q_taken.mean().item(),
+                "losses/grad_norm": grad_norm.item(),
+            }
+            run.log(row)
+            done = global_step >= args.total_timesteps or run.interrupted
+            if done or time.perf_counter() >= run.save_at:
+                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
+                run.save(modules, adaptive_length=float(adaptive_length), **counters)
+    return folder
+
+
+# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
+
+SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
+
+
+class UsageError(ValueError):
+    """Something that was passed cannot work. launch() prints it as one line."""
+
+
+def check_args(args):
+    """Refuse arguments that would fail late, or quietly train something else."""
+    for name, value in asdict(args).items():
+        if isinstance(value, np.generic):  # checkpoints can hold only Python's own numbers
+            setattr(args, name, value.item())
+    shortest = args.rollout_min if args.adapt_rollout else args.num_steps
+    limits = [
+        (0, math.inf, "seed"),
+        (1, math.inf, "total_timesteps num_envs num_steps rollout_min update_epochs"),
+        (1, math.inf, "adapt_frequency reference_states"),
+        (1e-9, math.inf, "max_grad_norm checkpoint_every delta_min"),
+        (0, 1, "gamma q_lambda start_e end_e exploration_fraction beta learning_rate"),
+        (args.delta_min * 1.001, 1, "delta_max"),
+        (args.rollout_min, math.inf, "rollout_max"),
+        (1, args.num_envs * shortest, "num_minibatches"),  # at most the smallest batch
+    ]
+    if args.adapt_rollout:
+        limits.append((args.rollout_min, args.rollout_max, "num_steps"))
+    for low, high, names in limits:
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:  # refuses NaN, too
+                raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}")
+
+
+def check_parts(args, envs, q_values):
+    """Refuse environments or a network that main would learn something wrong from."""
+    space = envs.single_action_space
+    is_same_step = envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
+    if not is_same_step or space.start != 0:
+        raise UsageError("make_envs must return actions from 0 up and same-step autoreset")
+    expected = (args.num_envs, int(space.n))
+    if q_values.shape != expected:  # a wrong action can hang an emulator
+        raise UsageError(f"the network must return {expected}, not {tuple(q_values.shape)}")
+
+
 def pick_device(args):
     """The device, and whether all layers but the last use bfloat16 there."""
     name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except Exception as error:  # PyTorch raises many types of error for a missing device
-        fail(f"--device {name}: {error}")
+        device = torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {error}") from error
     bfloat16 = args.precision == "bfloat16"
     if args.precision == "auto":  # only where the hardware multiplies bfloat16
         cpu = torch.cpu.get_capabilities()
@@ -361,329 +504,81 @@ def seed_all(seed, iteration) -> int:
     return number
 
 
-def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length) -> Path:
-    """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
-    check_args(args)
-    folder = run_folder(args)
-    device, bfloat16 = pick_device(args)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    seed_all(args.seed, 0)
-    envs = make_envs(args)
-    check_envs(args, envs)
-    num_envs = args.num_envs
-    num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs).to(device).eval()  # dropout, if any, is off while acting
-    old_network = copy.deepcopy(q_network)  # ABS: θ_old, filled in the loop
-    optimizer = torch.optim.RAdam(q_network.parameters(), foreach=True)  # foreach: 5 times as fast
-    # What a checkpoint stores. Your own rollout_length may be an object with a state_dict().
-    modules = {"network": q_network, "optimizer": optimizer, "rollout_length": rollout_length}
-    saved = load_checkpoint(args, folder, modules)  # {} in a new run
-    global_step = saved.get("global_step", 0)
-    iteration = saved.get("iteration", 0)
-    updates = saved.get("updates", 0)  # gradient steps
-    saved_length = saved.get("adaptive_length", float(args.num_steps))  # limits may be new
-    adaptive_length = min(max(saved_length, args.rollout_min), args.rollout_max)  # ABS: L_adapt
-    seed = seed_all(args.seed, iteration)  # a resumed run plays new games
-    next_obs, lives = reset(args, envs, seed, device)
-    lost_life = np.zeros(num_envs, bool)  # in the latest step; only used with --episodic-life
-    check_q_values(args, envs, q_network(next_obs))
-    with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
-        done = global_step >= args.total_timesteps
-        while not done:
-            iteration += 1
-            # Seed each iteration anew, so that a resumed run needs no saved generator states.
-            seed_all(args.seed, iteration)
-            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
-            batch_size = length * num_envs
-            # BD covers only this iteration's updates. K sets how often it is measured.
-            is_measured = iteration % args.adapt_frequency == 0  # ABS
-            if is_measured:
-                old_network.load_state_dict(q_network.state_dict())  # ABS: θ_old ← θ
-            optimizer.param_groups[0]["lr"] = args.learning_rate
-            if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] *= 1 - global_step / args.total_timesteps
-
-            # 1. Collect L steps in each of the E environments, ε-greedily.
-            exploration_steps = args.exploration_fraction * args.total_timesteps
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            explore = torch.rand((length, num_envs), device=device) < epsilon
-            random_actions = torch.randint(num_actions, (length, num_envs), device=device)
-            obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
-            actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
-            rewards = torch.zeros((length, num_envs), device=device)
-            terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
-            truncated = torch.zeros_like(terminated)
-            values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), t = 0..L
-            last_values = torch.zeros_like(rewards)  # of truncated episodes' last states
-            with torch.no_grad(), autocast:
-                for t in range(length):
-                    obs[t] = next_obs
-                    values[t], greedy_actions = q_network(next_obs).float().max(1)
-                    actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-                    if lost_life.any():  # after a lost life, Breakout waits for FIRE
-                        actions[t, torch.tensor(lost_life)] = envs.fire_action
-                    next_obs, reward, terminal, timeout, last_obs, info = step(envs, actions[t])
-                    rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
-                    terminated[t] = torch.tensor(terminal)
-                    truncated[t] = torch.tensor(timeout)
-                    if timeout.any():
-                        last_values[t, truncated[t]] = q_network(last_obs).float().amax(1)
-                    if args.episodic_life:  # at game over, "lives" is the next game's
-                        lost_life = terminal & (info["lives"] < lives)
-                        lives = np.array(info["lives"])
-                    run.add_rewards(reward, (terminal | timeout) & ~lost_life)
-                    global_step += num_envs
-                values[length] = q_network(next_obs).float().amax(1)
-
-            # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-            # (Where an episode was truncated, values[t + 1] belongs to the next episode's start.)
-            next_values = torch.where(truncated, last_values, values[1:])
-            ends = terminated, truncated
-            returns = lambda_returns(rewards, next_values, *ends, args.gamma, args.q_lambda)
-            b_obs = obs.flatten(0, 1)
-            b_actions = actions.flatten()
-            b_returns = returns.flatten()
-            epochs = args.update_epochs
-            if args.scale_epochs:
-                epochs = max(epochs, epochs * length // 32)
-            # On a CPU, learn in chunks that fit its cache: 1.2 times as fast. Gradients add up.
-            chunk_size = 512 if device.type == "cpu" else batch_size
-            q_network.train()
-            for _ in range(epochs):
-                shuffled = torch.randperm(batch_size, device=device)
-                for minibatch in shuffled.tensor_split(args.num_minibatches):
-                    optimizer.zero_grad()
-                    td_loss = 0.0
-                    for chunk in minibatch.split(chunk_size):
-                        with autocast:
-                            q_values = q_network(b_obs[chunk]).float()
-                        q_taken = q_values.gather(1, b_actions[chunk, None]).squeeze(1)
-                        loss = (q_taken - b_returns[chunk]).square().sum() / len(minibatch)
-                        loss.backward()
-                        td_loss += loss.detach()
-                    grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
-                    optimizer.step()
-                    updates += 1
-            q_network.eval()
-
-            # 3. ABS: measure how much the updates changed the policy, and adapt the rollout length.
-            divergence = None
-            if is_measured:
-                sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
-                with autocast:
-                    divergence = behavioral_divergence(q_network, old_network, b_obs[sample])
-                adaptive_length = rollout_length(
-                    divergence,
-                    adaptive_length,
-                    rollout_min=args.rollout_min,
-                    rollout_max=args.rollout_max,
-                    delta_min=args.delta_min,
-                    delta_max=args.delta_max,
-                    beta=args.beta,
-                )
-
-            # 4. Log and save.
-            row = {
-                "global_step": global_step,
-                "charts/updates": updates,
-                "charts/epsilon": epsilon,
-                "abs/rollout_length": length,
-                "abs/batch_size": batch_size,
-                "abs/behavioral_divergence": divergence,
-                "losses/td_loss": td_loss.item(),  # of the last mini-batch
-                "losses/q_values": q_taken.mean().item(),  # of its last chunk
-                "losses/grad_norm": grad_norm.item(),
-            }
-            run.check_finite(q_network)
-            run.log(row)
-            done = global_step >= args.total_timesteps or run.interrupted
-            if done or run.save_is_due():
-                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
-                run.save(modules, adaptive_length=float(adaptive_length), **counters)
-    return folder
-
-
-# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
-
-SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-COMMANDS = ("python {} --resume", "python tools/plot.py", "python tools/watch.py")  # shown last
-
-
-def say(message):
-    """Print a line to stderr, above the progress bar."""
-    try:
-        tqdm.write(message, file=sys.stderr)
-    except OSError:  # a closed pipe or a full disk must not stop training
-        sys.stderr = open(os.devnull, "w")
-
-
-def fail(message, status=2):
-    """Print one line to stderr and exit: status 2 for bad input, 1 for a run that failed."""
-    say(f"{SCRIPT}: {message}".partition("\n")[0])
-    raise SystemExit(status)
-
-
-def check_args(args):
-    """Refuse arguments that cannot work, before anything starts."""
-    shortest = args.rollout_min if args.adapt_rollout else args.num_steps
-    limits = [
-        (0, 2**63, "seed"),
-        (1, 10**15, "total_timesteps"),
-        (1, 10**6, "num_envs num_steps rollout_min update_epochs"),
-        (args.rollout_min, 10**6, "rollout_max"),
-        (1, 10**9, "adapt_frequency reference_states"),
-        (1, args.num_envs * shortest, "num_minibatches"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction beta learning_rate"),
-        (1e-9, 1e9, "max_grad_norm checkpoint_every"),
-        (2e-9, 1, "delta_max"),
-        (1e-9, args.delta_max - 1e-9, "delta_min"),  # above 0 and below delta_max
-    ]
-    if args.adapt_rollout:
-        limits.append((args.rollout_min, args.rollout_max, "num_steps"))
-    for low, high, names in limits:
-        for name in names.split():
-            value = getattr(args, name)
-            if not low <= value <= high:  # refuses NaN, too
-                fail(f"--{name.replace('_', '-')} {value!s:.20}: it must be from {low} to {high}")
-
-
-def check_q_values(args, envs, q_values):
-    """Refuse a network that does not return one Q-value per environment and action."""
-    shape = (args.num_envs, envs.single_action_space.n)
-    if q_values.shape != shape:
-        fail(f"the network must return Q-values of shape {shape}, not {tuple(q_values.shape)}")
-
-
 def run_folder(args):
     """The folder of --resume, or that of a new run, which must not exist yet."""
-    if args.resume is not None:
-        return Path(args.resume)
-    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}"
-    folder = Path(args.runs_dir, args.run_name or name.replace("/", "-"))
-    if os.path.exists(folder):  # Path.exists raises an error if the name is too long
-        fail(f"{folder} exists already: choose another --run-name, or --resume it")
+    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
+    folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
+    if folder.exists() and not args.resume:
+        raise UsageError(f"{folder} exists already: --resume it, or choose another --run-name")
     return folder
-
-
-def load_checkpoint(args, folder, modules):
-    """The checkpoint of --resume, or {} in a new run. The modules get their saved states."""
-    if args.resume is None:
-        return {}
-    try:  # with weights_only=True, a file from someone else cannot run code
-        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, module in modules.items():
-            if hasattr(module, "state_dict"):  # a function such as rollout_length has none
-                module.load_state_dict(saved[name])
-        # load_state_dict does not check the shapes of the optimizer's averages; copy_ does.
-        for parameter, state in modules["optimizer"].state.items():
-            for name, value in state.items():
-                expected = torch.tensor(0.0, device=value.device) if name == "step" else parameter
-                state[name] = torch.empty_like(expected).copy_(value)
-    except Exception as error:  # a missing, damaged or unrelated file raises many types of error
-        fail(f"--resume {folder}: no checkpoint that {SCRIPT} can continue: {error}")
-    return saved
-
-
-def provenance() -> dict:
-    """The versions of Python and the packages, and this file's git commit, if it has one."""
-    found = {"python": platform.python_version(), "commit": None}
-    for name in ("torch", "gymnasium", "ale_py", "mujoco"):  # None if not imported
-        found[name] = getattr(sys.modules.get(name), "__version__", None)
-    # The full commit hash, with "-dirty" if files have changed since.
-    git = "git describe --always --abbrev=40 --exclude=* --dirty".split()
-    with suppress(OSError):  # git may not be installed
-        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-        found["commit"] = done.stdout.strip() or None
-    return found
-
-
-def replace_file(path, write):
-    """Replace a file atomically: path always holds the whole old file or the whole new one."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {error}") from error
 
 
 class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
 
     def __init__(self, args, folder, device, bfloat16, saved):
-        self.args = args
         self.folder = folder
-        self.interrupted = False  # by Ctrl-C, SIGTERM or SIGHUP
-        self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last episodes
-        self.score = 0.0  # of the episodes in progress: (E,) after the first step
-        self.step = saved.get("global_step", 0)
+        self.checkpoint_every = args.checkpoint_every
+        self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last games
         self.seconds = saved.get("seconds", 0.0)
-        config = {"script": SCRIPT, "args": asdict(args), "provenance": provenance()}
-        config |= {"device": str(device), "bfloat16": bfloat16}
-        try:
-            folder.mkdir(parents=True, exist_ok=args.resume is not None)
-            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
-        except OSError as error:
-            fail(error)
-        try:
-            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"another process is at work on {folder}")
-        except (AttributeError, OSError):  # Windows, or a file system that has no locks
-            pass
+        config = {"script": SCRIPT, "args": asdict(args), "device": str(device)}
+        config |= {"bfloat16": bfloat16, "versions": {}}
+        for name in ("torch", "numpy", "gymnasium", "ale_py", "mujoco"):
+            if name in sys.modules:
+                config["versions"][name] = sys.modules[name].__version__
+        text = json.dumps(config, indent=2, default=str) + "\n"
         self.wandb = None
         self.wandb_id = saved.get("wandb_id")
         if args.track:
-            try:
-                import wandb
+            import wandb
 
-                names = {"name": folder.resolve().name, "id": self.wandb_id}
-                self.wandb = wandb.init(**names, resume="allow", config=config)
-                self.wandb.define_metric("*", step_metric="global_step")
-                self.wandb_id = self.wandb.id
-            except Exception as error:  # not installed, not logged in, or an invalid name
-                if not saved:
-                    shutil.rmtree(folder)
-                fail(f"--track: {error}")
-        text = json.dumps(config, indent=2) + "\n"
-        replace_file(folder / "config.json", lambda path: path.write_text(text))
-        # Rows after the checkpoint will be written again. (A file that was edited may be shorter.)
-        self.metrics.truncate(min(saved.get("metrics_size", 0), self.metrics.tell()))
-        # The delay keeps tqdm from drawing now: only log() survives a stderr that is closed.
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit_scale=True, delay=1e-9)
+            names = {"name": folder.name, "id": self.wandb_id, "resume": "allow"}
+            self.wandb = wandb.init(**names, config=config, reinit="create_new")
+            self.wandb.define_metric("*", step_metric="global_step")
+            self.wandb_id = self.wandb.id
+        try:
+            folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        except OSError as error:
+            raise UsageError(f"no folder can be made: {error}") from error
+        try:
+            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
+            try:
+                import fcntl
+
+                fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another process is at work on {folder}") from None
+            except (ImportError, OSError):  # Windows, or a file system that has no locks
+                pass
+            # Rows after the checkpoint will be written again.
+            self.metrics.truncate(saved.get("metrics_size", 0))
+            (folder / "config.tmp").write_text(text)
+            os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
+            for source in {__file__, sys.argv[0]}:  # the code that makes these numbers
+                if Path(source).is_file():
+                    shutil.copyfile(source, folder / Path(source).name)
+        except OSError:
+            if not args.resume:
+                shutil.rmtree(folder)
+            raise
+        first = saved.get("global_step", 0)
+        self.bar = tqdm(total=args.total_timesteps, initial=first, unit_scale=True)
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
-        # Ctrl-C reaches the whole process group: move environments that are processes out of it.
-        for worker in multiprocessing.active_children():
-            with suppress(AttributeError, OSError):
-                os.setpgid(worker.pid, 0)
+        self.interrupted = False
         self.handlers = {}  # the old ones; __exit__ restores them
+        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                number = getattr(signal, name, None)  # Windows has no SIGHUP
-                if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            for number in {signal.SIGINT, signal.SIGTERM, hangup}:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.interrupt)
-        self.shown = "no iteration was left to do"  # log() replaces it; __exit__ prints it
         self.row_at = time.perf_counter()
-        self.save_at = 0.0  # the first save is due after the first iteration
+        self.save_at = self.row_at  # the first save is due after the first iteration
 
     def interrupt(self, number, frame):
+        """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
         self.interrupted = True
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
-        with suppress(OSError):  # os.write, because print is not safe in a signal handler
-            os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
-
-    def add_rewards(self, reward, game_over):
-        """Add a step's rewards (E,) to the scores; the mean of the last 100 is shown and logged."""
-        self.score = self.score + reward
-        self.scores.extend(self.score[game_over].tolist())
-        self.score[game_over] = 0
-
-    def check_finite(self, network):
-        """If learning has diverged, end the run but keep its last checkpoint."""
-        for name, weights in network.state_dict().items():
-            if not weights.isfinite().all():
-                fail(f"{name} is no longer finite; {self.folder} keeps its checkpoint, if any", 1)
+        signal.signal(number, self.handlers[number])  # a second one ends the run at once
+        os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -699,73 +594,57 @@ class Run(AbstractContextManager):
         self.metrics.write(",".join(cells) + "\n")
         if self.wandb:
             self.wandb.log({name: value for name, value in row.items() if value is not None})
-        self.step = row["global_step"]
-        score = f"return {np.mean(self.scores):.4g}" if self.scores else "no episode yet"
-        self.shown = f"{score}, L {row['abs/rollout_length']}"
-        try:
-            self.bar.set_postfix_str(self.shown, refresh=False)
-            self.bar.update(min(self.step, self.args.total_timesteps) - self.bar.n)
-        except OSError:  # stderr is a closed pipe or a full disk
-            self.bar.disable = True
-
-    def save_is_due(self):
-        return time.perf_counter() >= self.save_at
+        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(min(row["global_step"], self.bar.total) - self.bar.n)
 
     def save(self, modules, **state):
         """Write checkpoint.pt: counters and scores, and the states of the modules."""
         for name, module in modules.items():
-            if hasattr(module, "state_dict"):
-                state[name] = module.state_dict()
+            state[name] = module.state_dict()
         state |= {"scores": list(self.scores), "seconds": self.seconds}
         state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
-        replace_file(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
-        self.save_at = time.perf_counter() + self.args.checkpoint_every
+        torch.save(state, self.folder / "checkpoint.tmp")
+        torch.load(self.folder / "checkpoint.tmp", "cpu", weights_only=True)  # can it be resumed?
+        os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
+        self.save_at = time.perf_counter() + self.checkpoint_every
 
-    def __exit__(self, *error):
-        """Undo what __init__ did, even if training ended with an exception."""
+    def __exit__(self, kind, error, traceback):
+        """Undo what __init__ did. A run that failed before its first save leaves no folder."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        with suppress(OSError):
-            self.metrics.close()
-        with suppress(OSError):
-            self.bar.close()
+        self.bar.close()
         if self.wandb:
-            self.wandb.finish()
-        if not (self.folder / "checkpoint.pt").exists():  # nothing to resume
+            self.wandb.finish(exit_code=0 if kind is None else 1)
+        if not (self.folder / "checkpoint.pt").exists():
             shutil.rmtree(self.folder)
-        elif error == (None, None, None):
-            verb = "stopped" if self.interrupted else "finished"
-            say(f"{verb} after {self.step:,} steps and {self.seconds:,.0f} s: {self.shown}")
-            threads = os.environ.get("OMP_NUM_THREADS")
-            prefix = f"OMP_NUM_THREADS={threads} " if threads and os.name == "posix" else ""
-            folder = shlex.quote(self.folder.as_posix())
-            for command in COMMANDS:
-                say(f"    {prefix}{command.format(sys.argv[0])} {folder}")
+        self.metrics.close()
+        if kind is None:
+            print(f"saved; to continue, add: --resume '{self.folder}'", file=sys.stderr)
 
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends it at once
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # None if it was closed
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends it at once
+    if sys.platform == "linux":  # glibc keeps freed memory: a CPU learns 1.15 times as fast
+        ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # not every console can print Greek letters
+        stream.reconfigure(errors="replace")  # not every console can print Greek letters
     args = tyro.cli(Args)
-    if args.resume is not None:
-        try:
+    try:
+        if args.resume:
+            if not Path(args.resume, "checkpoint.pt").exists():
+                raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
-                fail(f"--resume {args.resume}: made by {config['script']}, so start that script")
-            defaults = Args(**config["args"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            fail(f"--resume {args.resume}: no run that {SCRIPT} can continue: {error}")
-        args = tyro.cli(Args, default=defaults)  # again: options given now override the run's
-    try:
+                raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
+            args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
         main(args, **parts)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise  # a bug. (PyTorch also raises RuntimeError when memory runs out.)
-        fail(f"{type(error).__name__}: {error}", 1)
+    except (UsageError, FloatingPointError) as error:
+        line = str(error).partition("\n")[0]
+        print(f"{SCRIPT}: {line}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 if __name__ == "__main__":

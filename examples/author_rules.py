@@ -5,7 +5,7 @@
 They differ from pqn_abs.py, which follows the paper, in how L moves: L stays at L_min until 10
 measurements of BD exist; then the mean of the last 20 drives it; and the target of Eq. 4 as well as
 L itself are truncated to integers at every step of the moving average, so that L never gets above
-55 of 64. They make max(2, 2 L // 32) epochs, and a lost life ends the learner's episode.
+55 of 64. They make max(2, 2 L // 32) epochs.
 """
 
 import sys
@@ -23,7 +23,6 @@ class Args(pqn_abs.Args):
 
     num_steps: int = 16  # [L] steps in each environment in the first rollout: L_min
     scale_epochs: bool = True  # N_epochs * L // 32 epochs where L > 32
-    episodic_life: bool = True  # a lost life ends the learner's episode; the game goes on
 
 
 class AuthorRules:

@@ -59,9 +59,9 @@ def make_envs(args: Args) -> SyncVectorEnv:
     try:
         env = make_env()
     except (gymnasium.error.Error, ImportError) as error:
-        pqn_abs.fail(f"--env-id {args.env_id}: {str(error).splitlines()[0]}")
+        raise pqn_abs.UsageError(f"--env-id {args.env_id}: {error}") from error
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
-        pqn_abs.fail(f"--env-id {args.env_id}: the network needs observations (D,), a Box")
+        raise pqn_abs.UsageError(f"--env-id {args.env_id}: observations must be vectors of numbers")
     return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 

@@ -16,14 +16,10 @@ from typing import Literal
 import torch.nn as nn
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
+from minatar.gym import BaseEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import pqn_abs
-
-try:
-    from minatar.gym import BaseEnv
-except ImportError:
-    pqn_abs.fail("MinAtar is not installed: pip install MinAtar")
 
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 MAX_STEPS = 2501  # Freeway ends by itself after as many; the other games have no limit of their own
@@ -68,7 +64,7 @@ class QNetwork(nn.Module):
 def make_envs(args: Args) -> SyncVectorEnv:
     """MinAtar's defaults: an action is repeated with probability 0.1, and games get harder."""
     if args.env_id not in GAMES:
-        pqn_abs.fail(f"--env-id {args.env_id} is no MinAtar game; take one of {', '.join(GAMES)}")
+        raise pqn_abs.UsageError(f"--env-id {args.env_id}: the games are {', '.join(GAMES)}")
 
     def make_env():
         return TimeLimit(BaseEnv(args.env_id, use_minimal_action_set=True), MAX_STEPS)

@@ -2,9 +2,12 @@
 
     python examples/sb3_abs.py
 
-It needs `pip install stable-baselines3`. A callback would not do: learn() reads n_steps before any
-hook that runs after train(). δ drives n_steps, as in pqn_abs.py. Where PPO's δ stays below δ_min,
-n_steps only climbs: put the KL divergence of ppo_abs.py in its place.
+It needs `pip install stable-baselines3`. It serves Discrete actions, whose logits it compares, and
+observations that are one array. Continuous or several actions, and dictionaries, are refused.
+
+A callback would not do: learn() reads n_steps before any hook that runs after train(). δ drives
+n_steps, as in pqn_abs.py. Where PPO's δ stays below δ_min, n_steps only climbs: put the KL
+divergence of ppo_abs.py in its place.
 """
 
 import copy
@@ -13,14 +16,11 @@ import sys
 from pathlib import Path
 
 import torch
+from gymnasium.spaces import Dict, Discrete
+from stable_baselines3 import PPO
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from pqn_abs import behavioral_divergence, fail, rollout_length
-
-try:
-    from stable_baselines3 import PPO
-except ImportError:
-    fail("Stable-Baselines3 is not installed: pip install stable-baselines3")
+from pqn_abs import behavioral_divergence, rollout_length
 
 
 class PPOWithABS(PPO):
@@ -35,6 +35,10 @@ class PPOWithABS(PPO):
         super().__init__(*args, **kwargs)
 
     def _setup_model(self):
+        if not isinstance(self.action_space, Discrete):
+            raise ValueError(f"needs one discrete action, not {self.action_space}")
+        if isinstance(self.observation_space, Dict):
+            raise ValueError(f"needs observations that are one array: {self.observation_space}")
         super()._setup_model()
         if self.length is None:
             self.length = float(self.n_steps)

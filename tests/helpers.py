@@ -26,17 +26,15 @@ LIMIT = 600  # seconds after which a process counts as hung; no test waits for i
 class FakeEnvs(gymnasium.vector.VectorEnv):
     """Six random bytes as observation, four actions, and every way in which an episode ends.
 
-    With lives, a lost one terminates without a reset, as AtariVectorEnv does with life_loss_info;
-    the last one ends the game. What step() took and gave is kept in steps.
+    With lives, a game begins with 1 to this many of them, as info says, and ends with the last one,
+    or sooner: won, or truncated. What step() took and gave is kept in steps.
     """
-
-    fire_action = 2
 
     def __init__(self, num_envs, terminate=0.1, truncate=0.1, lives=0):
         self.num_envs = num_envs
         self.terminate = terminate
         self.truncate = truncate
-        self.full_lives = lives
+        self.most_lives = lives
         self.steps = []
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = gymnasium.spaces.Box(0, 255, (6,), np.uint8)
@@ -48,58 +46,61 @@ class FakeEnvs(gymnasium.vector.VectorEnv):
         self.seed = seed
         self.rng = np.random.default_rng(seed)
         self.obs = self.frames()
-        self.lives = np.full(self.num_envs, self.full_lives)
+        self.lives = self.first_lives()
         return self.obs, self.info()
 
     def step(self, actions):
-        terminated = self.rng.random(self.num_envs) < self.terminate
+        died = self.rng.random(self.num_envs) < self.terminate
         truncated = self.rng.random(self.num_envs) < self.truncate
-        self.lives = self.lives - terminated  # a new array: the old one was handed out
-        over = terminated & (self.lives <= 0) | truncated
-        self.lives[over] = self.full_lives
+        terminated = died
+        if self.most_lives:
+            self.lives = self.lives - died  # a new array: the old one was handed out
+            won = self.rng.random(self.num_envs) < self.terminate / 10
+            terminated = died & (self.lives == 0) | won
+        over = terminated | truncated
+        self.lives = np.where(over, self.first_lives(), self.lives)
         reward = self.rng.choice([-5.0, 0.0, 0.5, 7.0], size=self.num_envs)
         final_obs = self.frames()
         step = SimpleNamespace(obs=self.obs, action=np.array(actions), reward=reward.copy())
         self.obs = self.frames()
         step.true_next = np.where(over[:, None], final_obs, self.obs)  # of the same episode
-        step.terminated, step.truncated, step.over = terminated, truncated, over
-        step.lost_life = terminated & ~over
+        step.terminated, step.truncated, step.over = terminated.copy(), truncated.copy(), over
+        step.lost_life = died & ~over
         self.steps.append(step)
         info = {"final_obs": final_obs} | self.info()
         return self.obs, reward, terminated, truncated, info
 
+    def first_lives(self):
+        fewest = min(1, self.most_lives)
+        return self.rng.integers(fewest, self.most_lives, size=self.num_envs, endpoint=True)
+
     def info(self):
-        return {"lives": self.lives.copy()} if self.full_lives else {}
+        return {"lives": self.lives.copy()} if self.most_lives else {}
 
     def frames(self):
         return self.rng.integers(256, size=(self.num_envs, 6), dtype=np.uint8)
 
 
 class ReusedArrays(FakeEnvs):
-    """Writes each step's results into the arrays that it returned before, and into the actions."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.returned = {}
+    """Writes each step's results into the arrays that it returned before."""
 
     def reset(self, **options):
+        self.returned = {}
         obs, info = super().reset(**options)
-        return self.reused("obs", obs), self.reused_values(info)
+        values = self.reused({"obs": obs} | info)
+        return values.pop("obs"), values
 
     def step(self, actions):
-        obs, reward, terminated, truncated, info = super().step(actions)
-        actions[:] = 0
-        flags = self.reused("terminated", terminated), self.reused("truncated", truncated)
-        results = self.reused("obs", obs), self.reused("reward", reward), *flags
-        return *results, self.reused_values(info)
+        names = ["obs", "reward", "terminated", "truncated"]
+        *arrays, info = super().step(actions)
+        values = self.reused(dict(zip(names, arrays, strict=True)) | info)
+        return *(values.pop(name) for name in names), values
 
-    def reused_values(self, info):
-        return {name: self.reused(name, array) for name, array in info.items()}
-
-    def reused(self, name, array):
-        kept = self.returned.setdefault(name, array.copy())
-        kept[...] = array
-        return kept
+    def reused(self, values):
+        for name, array in values.items():
+            values[name] = self.returned.setdefault(name, array.copy())
+            values[name][...] = array
+        return values
 
 
 class SmallNetwork(nn.Module):
@@ -167,14 +168,14 @@ def contents(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-started = []  # processes; conftest.py ends what a test leaves running
-
-
 def unpacked(name, folder):
     """The folder of runs in results/<name>.tar.gz, unpacked below another folder."""
     with tarfile.open(ROOT / "results" / f"{name}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     return folder / Path(name).name
+
+
+started = []  # processes; conftest.py ends what a test leaves running
 
 
 def start(*command, **options):

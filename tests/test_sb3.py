@@ -5,6 +5,7 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from helpers import ROOT
 
 sys.path.append(str(ROOT / "examples"))
@@ -74,13 +75,6 @@ def test_the_number_of_minibatches_stays():
         assert np.ceil(n_steps / np.ceil(n_steps / 4)) == 4
 
 
-def test_a_linear_schedule_does_not_turn_negative():
-    rates = []
-    model = make(learning_rate=lambda left: rates.append(left) or 1e-3 * left)
-    model.learn(500)  # 8 rollouts of 64: the last one overshoots
-    assert min(rates) >= 0
-
-
 def test_save_and_load_go_on(tmp_path):
     """Guards L, the counter and the weights, and a second learn() after them."""
     model = make()
@@ -106,3 +100,20 @@ def test_it_is_ppo_where_nothing_is_measured():
     plain.learn(300)
     for name, weights in plain.policy.state_dict().items():
         assert weights.equal(ours.policy.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "observations, actions, says",
+    [
+        (Box(-1, 1, (2,)), Box(-1, 1, (2,)), "one discrete action"),
+        (Box(-1, 1, (2,)), MultiDiscrete([2, 3]), "one discrete action"),
+        (Box(-1, 1, (2,)), MultiBinary(2), "one discrete action"),
+        (Dict({"a": Box(-1, 1, (2,))}), Discrete(2), "one array"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused_at_construction(observations, actions, says):
+    env = gymnasium.Env()
+    env.observation_space, env.action_space = observations, actions
+    policy = "MultiInputPolicy" if says == "one array" else "MlpPolicy"
+    with pytest.raises(ValueError, match=says):
+        sb3_abs.PPOWithABS(policy, env, device="cpu")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import tyro
-from helpers import end_of, start, wait_for
+from helpers import end_of, start
 
 import pqn_abs
 from tools import speed
@@ -108,54 +108,12 @@ def test_the_options_of_a_turn_are_ones_that_pqn_abs_takes(monkeypatch, tmp_path
         next(speed.take_turns({"a": ["pqn_abs.py"]}, speed.Args(), tmp_path))
 
 
-def test_the_table_compares_within_a_repeat(monkeypatch, capsys):
-    """Guards the ratios: of a repeat's two speeds, not of the medians."""
-    ours, theirs = [100, 400, 300], [50, 100, 50]
-    samples = [("ours", speed) for speed in ours] + [("theirs", speed) for speed in theirs]
-    monkeypatch.setattr(speed, "take_turns", lambda *arguments: samples)
-    speed.main(speed.Args(turns=("ours=a", "theirs=b")))
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[2] == "| ours | 300 | 1.00 (1.00 to 1.00) |"
-    assert lines[3] == "| theirs | 50 | 4.00 (2.00 to 6.00) |"
-
-
 def test_turns_of_two_versions(fake):
     words = ["--turns", f"a={fake}", f"b={fake} --slower 4", "--repeats", "3"]
     out, error = end_of(start(speed.__file__, *words))
     assert out.splitlines()[0] == "name,steps_per_second"
     assert sorted(out.splitlines()[1:]) == ["a,1000.0"] * 3 + ["b,250.0"] * 3
     assert error.splitlines()[-1] == "| b | 250 | 4.00 (4.00 to 4.00) |"
-
-
-def test_waiting_versions_stand_still(fake, tmp_path, monkeypatch):
-    """Between turns all are stopped (state T), and in a turn the others are."""
-    processes = []
-    popen = subprocess.Popen
-    original = speed.wait
-
-    def remember(words, **options):
-        processes.append(popen(words, **options))
-        return processes[-1]
-
-    def is_stopped(process):
-        words = ["ps", "-o", "stat=", "-p", str(process.pid)]
-        done = popen(words, stdout=subprocess.PIPE, text=True)
-        return done.communicate()[0].startswith("T")
-
-    def wait_while_others_stand(process, folder, more):
-        for other in processes:
-            if other is not process:
-                wait_for(lambda other=other: is_stopped(other), other)
-        return original(process, folder, more)
-
-    monkeypatch.setattr(speed.subprocess, "Popen", remember)
-    monkeypatch.setattr(speed, "wait", wait_while_others_stand)
-    commands = {"a": fake.split(), "b": fake.split()}
-    for _, steps_per_second in speed.take_turns(commands, speed.Args(repeats=2), tmp_path):
-        assert steps_per_second == pytest.approx(1000)
-        for process in processes:
-            wait_for(lambda process=process: is_stopped(process), process)
-    assert [process.poll() for process in processes] == [-9, -9]
 
 
 @pytest.mark.parametrize(
@@ -177,17 +135,3 @@ def test_waiting_versions_stand_still(fake, tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_line(words, says):
     assert says in refuses(*words)
-
-
-@pytest.mark.parametrize(
-    "header", ["global_step,seconds", "step,charts/seconds", "charts/seconds,global_step", ""]
-)
-def test_a_metrics_file_of_another_kind_is_one_line(header, fake):
-    """It lacks a column, or holds other things in it."""
-    assert "metrics.csv lacks global_step or charts/seconds" in refuses(
-        "--turns", f"a={fake} --header '{header}'"
-    )
-
-
-def test_a_version_whose_seconds_stand_still_is_one_line(fake):
-    assert "do not rise" in refuses("--turns", f"a={fake} --slower 0")

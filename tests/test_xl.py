@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,6 @@ from helpers import (
     FakeEnvs,
     SmallNetwork,
     column,
-    contents,
     end_of,
     load,
     on,
@@ -86,15 +84,14 @@ def test_network_is_its_equation():
         f = norm(linear(x.relu(), f"blocks.{k}.1"), f"blocks.{k}.2")
         f = norm(linear(f.relu(), f"blocks.{k}.4"), f"blocks.{k}.5")
         x = x + f + x0
-    expected = linear(norm(linear(x, "last.0"), "last.1").relu(), "head")
+    expected = linear(norm(linear(x, "before_head.0"), "before_head.1").relu(), "head")
     torch.testing.assert_close(network(random_frames(3)).double(), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", ["s", "l"])
-def test_head_stays_in_float32(size):
+def test_head_stays_in_float32():
     """Guards the action gaps: rounded to bfloat16, nearby Q-values would tie."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        q_values = make(size)(random_frames(2))
+        q_values = make("l")(random_frames(2))
     assert q_values.dtype == torch.float32
     assert not torch.equal(q_values, q_values.bfloat16().float())
 
@@ -117,33 +114,18 @@ def play(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("lives", [0, 3])
-def test_alone_it_is_pqn_abs(play, lives):
-    """Weights, rows and actions are those of pqn_abs.py, bit for bit."""
+def test_alone_it_is_pqn_abs(play):
+    """Weights, rows and actions are those of pqn_abs.py, bit for bit, lost lives among them."""
     options = {"total_timesteps": 3000, "learning_rate": 0.01, "exploration_fraction": 0.2}
-    options |= {"episodic_life": lives > 0, "rollout_max": 64, "num_envs": 6}
-    envs, others = FakeEnvs(6, lives=lives), FakeEnvs(6, lives=lives)
-    ours, theirs = play(envs, **options), play(others, pqn_abs, **options)
+    options |= {"rollout_max": 64}
+    envs, others = FakeEnvs(6, lives=3), FakeEnvs(6, lives=3)
+    ours = play(pqn_abs_xl.EpisodicLife(envs, 2), **options)
+    theirs = play(pqn_abs.EpisodicLife(others, 2), pqn_abs, **options)
     assert same_weights(load(ours)["network"], load(theirs)["network"])
     assert np.array_equal(stacked(envs.steps, "action"), stacked(others.steps, "action"))
     for name in rows(theirs / "metrics.csv")[0].keys() - {"charts/seconds", "charts/SPS"}:
         assert column(ours / "metrics.csv", name) == column(theirs / "metrics.csv", name)
     assert len(set(column(ours / "metrics.csv", "abs/rollout_length"))) > 2
-
-
-def test_rollouts_reach_128_steps(play):
-    """A policy that does not change is stable: with β = 1, L goes to L_max at once."""
-    folder = play(FakeEnvs(6), total_timesteps=1200, beta=1.0, learning_rate=1e-9)
-    assert column(folder / "metrics.csv", "abs/batch_size", int) == [192, 768, 768]
-
-
-def test_atari(tmp_path):
-    """Breakout, two iterations of real games with lost lives, and of the l network."""
-    options = {"num_envs": 4, "num_steps": 16, "total_timesteps": 128, "adapt_frequency": 1}
-    options |= {"episodic_life": True, "num_minibatches": 2, "device": "cpu"}
-    folder = pqn_abs_xl.main(pqn_abs_xl.Args(runs_dir=str(tmp_path), **options))
-    assert len(column(folder / "metrics.csv", "abs/behavioral_divergence")) == 2
-    assert sum(p.numel() for p in load(folder)["network"].values()) > 6_000_000
 
 
 # --- Several processes ---
@@ -185,14 +167,8 @@ def test_processes_hold_the_same_network_and_rollout_length(pair):
     played = [16, *map(round, first["lengths"][:-1])]
     assert column(pair.run / "metrics.csv", "abs/rollout_length", int) == played
     assert first["size"] == second["size"] == "xl"
-
-
-def test_processes_play_games_of_their_own(pair):
-    """Other seeds, and other draws of the same share: ε is 1 in the first rollout."""
-    first, second = pair.seen
-    assert first["seed"] != second["seed"]
-    for name in ("obs", "action"):
-        assert not np.array_equal(first["steps"][name][:16], second["steps"][name][:16])
+    assert first["seed"] != second["seed"]  # they play games of their own
+    assert not np.array_equal(first["steps"]["action"][:16], second["steps"]["action"][:16])
 
 
 def rollouts(pair):
@@ -249,12 +225,6 @@ def test_two_processes_learn_as_one_would_from_both_rollouts(pair):
     assert len(norms) > 5 and min(norms) > 0.5
 
 
-def test_parameters_without_a_gradient_stay(pair):
-    for seen in pair.seen:
-        for name in ("unused", "frozen"):
-            assert seen["weights"][-1][name].tolist() == [1, 1, 1]
-
-
 def test_steps_count_both_processes_and_the_first_one_writes(pair):
     lengths = column(pair.run / "metrics.csv", "abs/rollout_length", int)
     batches = column(pair.run / "metrics.csv", "abs/batch_size", int)
@@ -264,9 +234,8 @@ def test_steps_count_both_processes_and_the_first_one_writes(pair):
     for seen in pair.seen:
         assert len(seen["steps"]["obs"]) == sum(lengths)
     names = {path.name for path in pair.run.iterdir()}
-    assert names == {"checkpoint.pt", "config.json", "metrics.csv"}
-    assert pair.output.count("finished after") == pair.output.count("--resume") == 1
-    assert " torchrun --nproc-per-node 2 " in pair.output.partition("finished after")[2]
+    assert names == {"checkpoint.pt", "config.json", "metrics.csv", "xl_run.py", "pqn_abs_xl.py"}
+    assert pair.output.count("saved; to continue") == 1
 
 
 @pytest.mark.parametrize("processes", [2, 1])
@@ -293,24 +262,20 @@ def test_resuming(pair, tmp_path, processes):
         assert same_weights(process["weights"][-1], kept)
 
 
-@pytest.mark.parametrize("name, kind", [("SIGINT", ""), ("SIGTERM", "async"), ("SIGHUP", "")])
-def test_signals_end_the_iteration_and_save(tmp_path, name, kind):
-    """Ctrl-C, kill and a closed terminal reach torchrun's process group, and no process dies.
+def test_a_signal_ends_the_iteration_and_saves(tmp_path):
+    """Ctrl-C reaches torchrun's process group, and both processes stop after the same iteration.
 
-    Both processes wait in step 40 until the first one has said that it is going to stop. With
-    "async", they have environments in processes of their own, which also get the signal.
+    They wait in step 40 until the first one has said that it is going to stop.
     """
     (tmp_path / "hold").touch()
-    variables = {"EVENT": "hold 0 1", "ASYNC": kind, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LIMIT)}
+    variables = {"EVENT": "hold 0 1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LIMIT)}
     with (tmp_path / "errors").open("w") as errors:
         process = start_run(tmp_path, env=variables, stderr=errors, start_new_session=True)
     wait_for(lambda: all((tmp_path / f"{rank}.held").exists() for rank in (0, 1)), process)
-    os.killpg(process.pid, getattr(signal, name))
+    os.killpg(process.pid, signal.SIGINT)
     wait_for(lambda: "finishing the iteration" in (tmp_path / "errors").read_text(), process)
     (tmp_path / "hold").unlink()
     end_of(process, status=1)  # torchrun's own, after a signal
-    errors = (tmp_path / "errors").read_text()
-    assert errors.count("stopped after") == 1, errors
     (folder,) = (tmp_path / "runs").iterdir()
     steps = column(folder / "metrics.csv", "global_step", int)
     assert steps[-2] < 40 * 8 <= steps[-1]
@@ -322,37 +287,19 @@ def test_signals_end_the_iteration_and_save(tmp_path, name, kind):
 
 @pytest.mark.parametrize("event", ["kill 0", "break 1"])
 def test_a_process_that_fails_ends_the_job(tmp_path, event):
-    """The first checkpoint stays; and where the process can say why it fails, it does so once."""
+    """The first checkpoint stays; a NaN in one process ends all by the mean of the gradients."""
     _, errors = end_of(start_run(tmp_path, env={"EVENT": event}), status=1)
     (folder,) = (tmp_path / "runs").iterdir()
     assert load(folder)["global_step"] == column(folder / "metrics.csv", "global_step", int)[0]
     assert list(tmp_path.glob("*.pt")) == []
-    assert errors.count("returned an observation that is not finite") == (event == "break 1")
+    assert ("the gradient is not finite" in errors) == (event == "break 1")
 
 
-@pytest.mark.parametrize("words", ["--beta 2", "--env-id nonsense"])
-def test_bad_arguments_are_said_once(tmp_path, words):
+@pytest.mark.parametrize("words", ["--beta 2", "--run-name taken"])
+def test_bad_arguments_leave_nothing(tmp_path, words):
     """Guards the start: before the processes meet, and after it."""
-    output, errors = end_of(start_run(tmp_path, *words.split(), script="pqn_abs_xl.py"), status=1)
-    lines = [line for line in (output + errors).splitlines() if line.startswith("pqn_abs_xl.py:")]
-    (line,) = lines
-    assert line.startswith(f"pqn_abs_xl.py: {words}")
-    assert contents(tmp_path) == {}
-
-
-def test_a_process_without_a_gpu_says_so(monkeypatch, capsys):
-    """Guards --nproc-per-node: the first process has a GPU, so it says nothing.
-
-    Another one waits before it speaks: where the first has the same to say, it does so meanwhile.
-    """
-    waited = []
-    monkeypatch.setattr(pqn_abs_xl, "RANK", 99)
-    monkeypatch.setattr(pqn_abs_xl, "WORLD_SIZE", 100)
-    monkeypatch.setenv("LOCAL_RANK", "99")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(time, "sleep", waited.append)
-    pqn_abs_xl.say("loading")  # which the first process says for all
-    with pytest.raises(SystemExit) as error:
-        pqn_abs_xl.main(pqn_abs_xl.Args())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and "--device cuda:99: " in line and len(waited) == 1
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    script = "pqn_abs_xl.py"
+    output, errors = end_of(start_run(tmp_path, *words.split(), script=script), status=1)
+    assert "pqn_abs_xl.py: " in output + errors
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "taken"]

@@ -7,8 +7,6 @@ amid a rollout:
     hold RANKS   make <rank>.held in this folder, and go on once the file hold is gone from there
     break RANKS  return an observation that is not finite
     kill RANKS   die at once
-
-With ASYNC in the environment, the environments are CartPoles in processes of their own.
 """
 
 import os
@@ -16,11 +14,9 @@ import signal
 import time
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import torch
 import torch.nn as nn
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from helpers import FakeEnvs, SmallNetwork, stacked
 
 import pqn_abs_xl
@@ -37,8 +33,8 @@ def end_with_parent():
         os._exit(1)
 
 
-class Eventful:
-    """Mixed into a vector of environments: float32 observations, and EVENT in step 40."""
+class SmallEnvs(FakeEnvs):
+    """float32 observations, and EVENT in step 40."""
 
     count = 0
 
@@ -65,14 +61,6 @@ class Eventful:
         return obs, *rest
 
 
-class SmallEnvs(Eventful, FakeEnvs):
-    pass
-
-
-class CartPoles(Eventful, AsyncVectorEnv):
-    pass
-
-
 class Network(SmallNetwork):
     """It has a parameter that no gradient reaches, and one that is frozen."""
 
@@ -90,11 +78,7 @@ class Network(SmallNetwork):
 
 def make_envs(args):
     global envs
-    if os.environ.get("ASYNC"):
-        games = [lambda: gymnasium.make("CartPole-v1")] * args.num_envs
-        envs = CartPoles(games, context="fork", autoreset_mode=AutoresetMode.SAME_STEP)
-    else:
-        envs = SmallEnvs(args.num_envs)
+    envs = SmallEnvs(args.num_envs)
     return envs
 
 
@@ -116,7 +100,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     pqn_abs_xl.launch(make_envs=make_envs, QNetwork=make_network, rollout_length=rollout_length)
     network.note_weights()
-    if not os.environ.get("ASYNC"):
-        seen["seed"] = envs.seed
-        seen["steps"] = {name: stacked(envs.steps, name) for name in vars(envs.steps[0])}
+    seen["seed"] = envs.seed
+    seen["steps"] = {name: stacked(envs.steps, name) for name in vars(envs.steps[0])}
     torch.save(seen, FOLDER / f"{RANK}.pt")

@@ -7,29 +7,18 @@ A run in progress is drawn as far as it is. tools/report.py compares finished ru
 
 import io
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-
-
-def fail(error: Exception) -> None:
-    """End with status 2 and one line on stderr."""
-    line = str(error).partition("\n")[0]
-    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-try:
-    import matplotlib
-    import matplotlib.pyplot as plt
-    from matplotlib import ticker
-    from PIL import Image
-except ImportError as error:
-    fail(f"{error}; pip install -r requirements.txt")
+from matplotlib import ticker
+from PIL import Image
 
 STEP, RETURN, LENGTH = "global_step", "charts/episodic_return", "abs/rollout_length"
 DIVERGENCE, KL = "abs/behavioral_divergence", "abs/kl_divergence"
@@ -40,9 +29,6 @@ MARKERS = "osD^vXP"  # and without colours
 plt.switch_backend("Agg")  # draws without a screen
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
 plt.rcParams.update({"axes.axisbelow": True, "grid.color": "0.92", "legend.frameon": False})
-
-NUMBERS = "seed total_timesteps num_steps rollout_min rollout_max update_epochs num_minibatches"
-LARGEST = 1e30  # of the numbers that are drawn
 
 
 @dataclass
@@ -61,23 +47,24 @@ class Run:
     signal: str  # the column that drives L
 
 
+def fail(error) -> None:
+    """End with status 2 and one line on stderr."""
+    line = str(error).partition("\n")[0]
+    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def read_columns(path: Path) -> dict[str, np.ndarray]:
     """The columns of a metrics.csv, by name."""
-    text = path.read_bytes().decode(errors="replace")
-    lines = text[: text.rfind("\n") + 1].splitlines()  # the last line may be torn
-    try:
-        table = []
-        for line in lines[1:]:
-            table.append([float(cell or "nan") for cell in line.split(",")])
-        columns = dict(zip(lines[0].split(","), np.array(table).T, strict=True))
-        columns.setdefault(DIVERGENCE, np.full(len(table), np.nan))
-        steps = columns[STEP]
-        drawn = [steps, columns[RETURN], columns[LENGTH], columns[DIVERGENCE]]
-    except (ValueError, KeyError, IndexError):
-        raise ValueError(f"{path} has no data yet, or is damaged") from None
-    too_large = np.abs([*drawn, columns.get(KL, steps)]) > LARGEST
-    if too_large.any() or not (np.diff(steps, prepend=0) > 0).all():
-        raise ValueError(f"{path} is damaged: {STEP} doesn't rise, or a number is beyond {LARGEST}")
+    text = path.read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()  # a run in progress may have a torn last row
+    if len(lines) < 2:
+        raise ValueError(f"{path} has no data yet")
+    table = []
+    for line in lines[1:]:
+        table.append([float(cell or "nan") for cell in line.split(",")])
+    columns = dict(zip(lines[0].split(","), np.array(table).T, strict=True))
+    columns.setdefault(DIVERGENCE, np.full(len(table), np.nan))
     return columns
 
 
@@ -89,23 +76,15 @@ def title(env_id: str) -> str:
 
 
 def read_run(folder: Path) -> Run:
-    """A run, finished or not; a ValueError says what is wrong with its files."""
+    """A run, finished or not."""
     path = folder / "config.json"
-    problem = "damaged, or not a run's"
-    try:
-        config = json.loads(path.read_bytes())
-        args = config["args"] | {"script": Path(config["script"]).stem}
-        if args["script"] == "p3o_tokens":
-            problem = "a run of p3o_tokens.py, which has no episodes of an environment; "
-            problem += "results/p3o_tokens/figure.py draws such runs"
-            raise ValueError
-        numbers = [args[name] for name in NUMBERS.split()]
-        numbers += [args.get("delta_min") or 0, args.get("delta_max") or 0]  # early runs had none
-        if not all(abs(number) < LARGEST for number in numbers):
-            raise ValueError
-        game = title(args["env_id"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path}: {problem}") from None
+    config = json.loads(path.read_text())
+    if not isinstance(config, dict) or not {"script", "args"} <= config.keys():
+        raise ValueError(f"{path} is not a run's")
+    args = config["args"] | {"script": Path(config["script"]).stem}
+    if args["script"] == "p3o_tokens":
+        what = "a run of p3o_tokens.py, which has no episodes of an environment"
+        raise ValueError(f"{path}: {what}; results/p3o_tokens/figure.py draws such runs")
     algorithm = args["script"].partition("_")[0].upper()
     if algorithm not in ("PPO", "P3O"):
         algorithm = "PQN"  # of gns_baseline.py and the examples, too
@@ -115,7 +94,7 @@ def read_run(folder: Path) -> Run:
         arm = f"{algorithm} with {'noise scale' if by_noise else 'ABS'}"
     columns = read_columns(folder / "metrics.csv")
     signal = KL if KL in columns else DIVERGENCE
-    return Run(folder, args, columns, game, arm, signal)
+    return Run(folder, args, columns, title(args["env_id"]), arm, signal)
 
 
 def style(i: int, points: int) -> dict:
@@ -132,18 +111,14 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axis.margins(y=0.12)
     values = np.concatenate([line.get_ydata() for line in axis.lines])
-    values = values[np.isfinite(values)]
-    if not len(values):
+    if not np.isfinite(values).any():
         missing = "no episode has ended yet"
         if column in (KL, DIVERGENCE):
             often = min(run.args.get("adapt_frequency", 1) for run in runs if run.signal == column)
             missing = f"not measured yet: it is measured every {often} iterations"
         axis.text(0.5, 0.5, missing, ha="center", va="center", transform=axis.transAxes)
-        axis.tick_params(axis="y", left=False, labelleft=False)
-        axis.grid(False, axis="y")
+        axis.set_yticks([])
         return
-    if column == RETURN and np.ptp(values) == 0:
-        axis.set_ylim(values[0] - 1, values[0] + 1)
     if column == LENGTH:
         axis.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     if column == KL and (values > 0).any():  # of zeros there is no logarithm
@@ -155,13 +130,11 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
             for end in ("min", "max"):
                 limits.add((end, run.args.get(f"{option}_{end}")))
     for end, limit in limits:
-        if limit is not None:
+        if limit is not None:  # gns_baseline.py has none for δ
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
             look = {"fontsize": 9, "color": "0.3", "transform": axis.get_yaxis_transform()}
-            if end == "min":  # names are where curves seldom are
-                x, look["ha"], look["va"] = 0.005, "left", "top"
-            else:
-                x, look["ha"], look["va"] = 0.995, "right", "bottom"
+            look |= {"ha": "left", "va": "top"} if end == "min" else {"ha": "right", "va": "bottom"}
+            x = 0.005 if end == "min" else 0.995  # names are where curves seldom are
             axis.text(x, limit, f"${symbol}_\\{end}$ = {limit:g}", **look)
     axis.autoscale_view(scalex=False)  # axhline does not widen a view that a limit is in
 
@@ -169,18 +142,13 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
 def legend(figure: plt.Figure, lines: dict[str, plt.Line2D]) -> None:
     """One legend above for all axes."""
     columns = max(1, 100 // (8 + max(map(len, lines))))
-    names = [name.encode(errors="replace").decode() for name in lines]  # a folder's may be bytes
-    place = {"loc": "outside upper center", "ncols": columns}
-    for text in figure.legend(lines.values(), names, **place).get_texts():
-        text.set_parse_math(False)  # a $ in a name is a $
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=columns)
 
 
 def draw(runs: list[Run]) -> plt.Figure:
-    described = [f"{run.game}, {run.arm}, seed {run.args['seed']}" for run in runs]
-    folders = [run.folder.resolve().name for run in runs]
-    for names in (described, folders, [str(run.folder) for run in runs]):
-        if len(set(names)) == len(names):
-            break
+    names = [f"{run.game}, {run.arm}, seed {run.args['seed']}" for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
     panels = [RETURN, *sorted({run.signal for run in runs}), LENGTH]
     size = (8, 2.1 * len(panels) + 0.5)
     figure, axes = plt.subplots(len(panels), sharex=True, figsize=size, layout="constrained")
@@ -210,14 +178,13 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file, or none if the disk is full."""
-    file = path.open("wb")
+    """Write a whole file. On a full disk, what was there before stays."""
+    beside = path.with_name(f"{path.name}.tmp")
     try:
-        with file:
-            file.write(data)
+        beside.write_bytes(data)
+        os.replace(beside, path)
     except OSError:
-        if path.is_file():  # /dev/full is none
-            path.unlink()
+        beside.unlink(missing_ok=True)
         raise
 
 

@@ -21,22 +21,17 @@ holds its level.
 import csv
 import fnmatch
 import io
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
+from scipy.stats import rankdata, trim_mean
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tools import plot
 from tools.plot import DIVERGENCE, KL, LENGTH, RETURN, STEP, plt
-
-try:
-    from scipy.stats import rankdata, trim_mean
-except ImportError as error:
-    plot.fail(f"{error}; pip install -r requirements-dev.txt")
 
 NAMES = {RETURN: "learning_curves", LENGTH: "rollout_length"}
 NAMES |= {DIVERGENCE: "divergence", KL: "kl_divergence"}
@@ -206,32 +201,17 @@ def holm(ps: list[float]) -> list[float]:
 
 
 def write(path: Path, rows: list[dict]) -> str:
-    """Write a .csv, numbers with six digits; returns a table in Markdown, with fewer."""
+    """Write a .csv, numbers with six digits; returns a table in Markdown, with four."""
     file = io.StringIO()
     table = csv.writer(file)
     table.writerow(rows[0])
     for row in rows:
         table.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row.values()])
     plot.write(path, file.getvalue().encode())
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *map(rounded, rows)]
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    for row in rows:
+        lines.append([f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def rounded(row: dict) -> list[str]:
-    """A row's cells: two digits of standard errors, and as many decimals of what they belong to."""
-    cells = []
-    for name, value in row.items():
-        stem = name.removesuffix("_low").removesuffix("_high")
-        error = (row.get(f"{stem}_high", 0) - row.get(f"{stem}_low", 0)) / 4
-        if name in ("mean", "sd"):
-            error = row["sd"] / math.sqrt(row["n"])
-        if not isinstance(value, float):
-            cells.append(str(value))
-        elif error > 0:
-            cells.append(f"{value:z.{max(0, 1 - math.floor(math.log10(error)))}f}")
-        else:  # p, or all seeds are alike
-            cells.append(f"{value:.2g}" if name.startswith("p") else f"{value:.4g}")
-    return cells
 
 
 def interval(name: str, found: np.ndarray) -> dict[str, float]:
@@ -296,7 +276,7 @@ def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **opti
             axis.fill_between(steps, *found[1:], color=colour, alpha=shade, linewidth=0)
         if axis in axes[:, 0]:
             axis.set_ylabel(plot.TITLES.get(column, column))
-        axis.set_title(title, fontsize=10, parse_math=False)
+        axis.set_title(title, fontsize=10)
         plot.finish_axis(axis, runs, column)
     for axis in axes.flat[len(panels) :]:
         axis.remove()

@@ -70,8 +70,6 @@ def measure(commands, args):
     for _ in range(args.repeats):
         for name in random.sample(list(commands), len(commands)):
             seconds = run_once(commands[name], args.long) - run_once(commands[name], args.short)
-            if seconds <= 0:
-                raise ValueError(f"{name} took no longer for more {{steps}}: raise --long")
             yield name, (args.long - args.short) / seconds
 
 
@@ -79,10 +77,7 @@ def read_rows(folder) -> list[tuple[int, float]]:
     """Step and seconds of each row of a run's metrics.csv, as far as it is written."""
     text = "".join(path.read_text() for path in folder.glob("*/metrics.csv"))
     table = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
-    try:
-        return [(int(row["global_step"]), float(row["charts/seconds"])) for row in table]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError("a version's metrics.csv lacks global_step or charts/seconds") from None
+    return [(int(row["global_step"]), float(row["charts/seconds"])) for row in table]
 
 
 def wait(process, folder, more) -> list[tuple[int, float]]:
@@ -116,8 +111,6 @@ def take_turns(commands, args, folder):
                 rows = wait(process, own, 1 + ITERATIONS)
                 process.send_signal(signal.SIGSTOP)
                 (first, start), (last, end) = rows[-1 - ITERATIONS], rows[-1]
-                if end <= start:
-                    raise ValueError(f"{name}: its charts/seconds do not rise")
                 yield name, (last - first) / (end - start)
     finally:
         for process, _ in versions.values():

@@ -11,8 +11,7 @@ it. Runs at once share the cores, by OMP_NUM_THREADS unless that is set.
 The same command again goes on, whatever ended the last one: a run is done when metrics.csv has
 reached total_timesteps, or resumes from its checkpoint, or starts anew if there is none. A run goes
 on as it began: other options need another arm's name. Ctrl-C lets each run finish its iteration and
-save; a second one ends all at once. The exit status is 0 if all are done. --print prints what is
-left to do, a command a line, for GNU parallel or a Slurm array. For Linux and macOS.
+save; a second one ends all at once. The exit status is 0 if all are done. For Linux and macOS.
 """
 
 import fcntl
@@ -44,7 +43,6 @@ class Args:
     arms: tuple[str, ...] = ("abs=",)  # NAME=FLAGS each
     runs_dir: Path = Path("runs/suite")  # where the runs' folders are
     jobs: int = 1  # runs at once
-    print: bool = False  # print the commands that are left to run, and run nothing
 
 
 def list_runs(args) -> dict[Path, list[str]]:
@@ -79,15 +77,8 @@ def is_done(folder) -> bool:
         header, *rows = text[: text.rindex("\n")].splitlines()  # a kill may tear the last one
         row = dict(zip(header.split(","), rows[-1].split(","), strict=True))
         return int(row["global_step"]) >= config["args"]["total_timesteps"]
-    except (FileNotFoundError, ValueError, KeyError, IndexError, TypeError, RecursionError):
-        return False  # torn or not there yet: the script writes it again
-
-
-def command(folder, words) -> list[str]:
-    """What starts the run, or goes on with it."""
-    if (folder / "checkpoint.pt").exists():
-        return [words[0], "--resume", str(folder)]
-    return [*words, "--runs-dir", str(folder.parent), "--run-name", folder.name]
+    except (FileNotFoundError, ValueError, IndexError):
+        return False  # no row yet
 
 
 def play(folder, words) -> None:
@@ -100,9 +91,11 @@ def play(folder, words) -> None:
         except BlockingIOError:
             print(f"{folder.name}: another process is at work on it", flush=True)
             return
-        run = command(folder, words)
-        if "--resume" not in run:
+        if (folder / "checkpoint.pt").exists():
+            run = [words[0], "--resume", str(folder)]
+        else:
             shutil.rmtree(folder, ignore_errors=True)  # killed before its first checkpoint
+            run = [*words, "--runs-dir", str(folder.parent), "--run-name", folder.name]
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         # In a session of its own: the terminal's Ctrl-C reaches it through the suite only.
         process = subprocess.Popen([sys.executable, *run], start_new_session=True, **streams)
@@ -125,13 +118,6 @@ def main(args) -> int:
         raise ValueError(f"--jobs {args.jobs}: it must be at least 1")
     runs = list_runs(args)
     left = {folder: words for folder, words in runs.items() if not is_done(folder)}
-    if args.print:
-        for folder, words in left.items():
-            line = shlex.join(["python", *command(folder, words)])
-            if folder.exists() and " --resume " not in line:  # killed before its first checkpoint
-                line = f"rm -r {shlex.quote(str(folder))} && {line}"
-            print(line)
-        return 0
     with ThreadPoolExecutor(args.jobs) as pool:
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         print(f"{len(runs)} runs, {len(left)} of them left", flush=True)

@@ -24,12 +24,7 @@ SCRIPTS = [  # the order decides who owns a text
 OWN = {"Args", "main", "check_args"}  # each script has its own
 EXCEPTIONS = {  # definitions that differ from those of the same name in other scripts
     ("QNetwork", "pqn_abs_xl.py"),
-    ("say", "pqn_abs_xl.py"),  # these two speak for several processes
-    ("fail", "pqn_abs_xl.py"),
-    ("COMMANDS", "pqn_abs_xl.py"),
-    ("COMMANDS", "p3o_tokens.py"),
-    *((name, "ppo_abs_continuous.py") for name in "ActorCritic make_envs check_envs".split()),
-    *((name, "ppo_abs_continuous.py") for name in "check_policy reset step".split()),
+    *((name, "ppo_abs_continuous.py") for name in "ActorCritic make_envs check_policy".split()),
 }
 
 

@@ -4,9 +4,10 @@
     python tools/watch.py runs/<run> --episodes 1 --video game.gif
 
 Game and network are those of the script that made the run, any of this repository but
-p3o_tokens.py. Scores are not clipped. Where the run had --episodic-life, games are whole all the
-same, and FIRE follows a lost life as in training. How many games each of the parallel environments
-plays is fixed beforehand: the first to end would be the short ones.
+p3o_tokens.py. Scores are not clipped. Games are whole: where a lost life ended an episode in
+training, FIRE follows it, and the game goes on. An agent of --no-episodic-life may wait for FIRE
+until the time limit. How many games each of the parallel environments plays is fixed beforehand:
+the first to end would be the short ones.
 
 The video shows the first environment's first game, up to a minute of it, Atari as the agent sees
 it. The .txt beside it says which agent it is. On Linux without a screen, MuJoCo draws with
@@ -26,13 +27,16 @@ import torch
 import tyro
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.spaces import Discrete
+from PIL import Image
 from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tools import plot
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_SECOND = 15  # of a video, as the console plays: 60 frames a second, 4 a step
 LONGEST = 60 * STEPS_PER_SECOND  # steps of a video
 HEIGHT = 420  # pixels of a video; a MinAtar game has 10
-STUCK = 500  # steps with one action and no reward, after which a line says so
 
 
 @dataclass
@@ -56,7 +60,7 @@ def find_parts(name: str) -> dict:
 
 
 def load_run(args):
-    """Its environments, what acts in them, whether FIRE follows a lost life, and which agent."""
+    """Its environments, what acts in them, and which agent it is."""
     config = json.loads((args.run / "config.json").read_text())
     parts = find_parts(config["script"])
     if "make_envs" not in parts:
@@ -66,8 +70,6 @@ def load_run(args):
     agent = {"script": config["script"], "env_id": run.env_id, "seed": run.seed}
     agent |= {"global_step": checkpoint["global_step"], "adapt_rollout": run.adapt_rollout}
     run.num_envs = min(10, args.episodes)  # that play in parallel
-    fire = getattr(run, "episodic_life", False)
-    run.episodic_life = False  # whole games
     envs = parts["make_envs"](run)
     sizes = [run.size] if hasattr(run, "size") else []  # pqn_abs_xl.py
     network = parts.get("ActorCritic", parts.get("QNetwork"))(envs, *sizes).eval()
@@ -76,7 +78,7 @@ def load_run(args):
     if "observations" in checkpoint:  # ppo_abs_continuous.py scales by moments, frozen here
         normalizer = parts["Normalizer"](envs, run.gamma)
         normalizer.observations.load_state_dict(checkpoint["observations"])
-    return envs, make_actor(envs.single_action_space, network, normalizer), fire, agent
+    return envs, make_actor(envs.single_action_space, network, normalizer), agent
 
 
 def make_actor(space, network, normalizer=None):
@@ -86,13 +88,11 @@ def make_actor(space, network, normalizer=None):
     def act(observations):
         if normalizer:
             observations = normalizer.scale(observations)
-        scores = network(torch.tensor(np.ascontiguousarray(observations)))
+        scores = network(torch.tensor(observations))
         if isinstance(scores, tuple):  # an actor-critic's logits or means, and its values
             scores = scores[0]
-        if not scores.isfinite().all():
-            raise ValueError("what the network returns is not finite")
         if isinstance(space, Discrete):
-            return space.start + scores.argmax(-1).numpy()
+            return scores.argmax(-1).numpy()
         return scores.numpy().clip(space.low, space.high)
 
     return act
@@ -112,18 +112,13 @@ def picture(envs, observations):
     return frame.repeat(scale, 0).repeat(scale, 1)
 
 
-def play(envs, act, args, fire=False, film=None) -> list[float]:
+def play(envs, act, args, film=None) -> list[float]:
     """The scores of whole games of all environments. --video's pictures are added to film."""
     num_envs = envs.num_envs
     planned = [len(range(i, args.episodes, num_envs)) for i in range(num_envs)]
     scores = []
-    observations, info = envs.reset(seed=1)
-    lives = np.array(info.get("lives"))
-    lost_life = np.zeros(num_envs, bool)
+    observations, _ = envs.reset(seed=1)
     score = np.zeros(num_envs)
-    last_actions = None
-    repeats = np.zeros(num_envs, int)  # steps with the same action and without a reward
-    is_told = False  # that a game goes on so
     frames_left = 0 if film is None else LONGEST
     interval = 0.1 if sys.stderr.isatty() else 60  # seconds from one drawing of the bar to the next
     with tqdm(unit="step", mininterval=interval) as bar:
@@ -131,23 +126,9 @@ def play(envs, act, args, fire=False, film=None) -> list[float]:
             if frames_left > 0:
                 film.append(picture(envs, observations))
                 frames_left -= 1
-            actions = act(observations)
-            if fire:
-                actions[lost_life] = envs.single_action_space.start + envs.fire_action
-            is_same = (actions == last_actions).reshape(num_envs, -1).all(1)
-            last_actions = actions.copy()  # environments may write into what they get
-            observations, reward, terminated, truncated, info = envs.step(actions)
+            observations, reward, terminated, truncated, info = envs.step(act(observations))
             score += reward
-            ended = np.array(terminated, bool) | np.array(truncated, bool)
-            if fire:
-                lost_life = (info["lives"] < lives) & ~ended
-                lives = np.array(info["lives"])
-            repeats = np.where(is_same & ~ended & (np.array(reward) == 0), repeats + 1, 0)
-            if repeats.max() == STUCK and not is_told:
-                is_told = True
-                what = f"a game has seen the same action and no reward for {STUCK} steps"
-                why = "waiting for FIRE" if getattr(envs, "fire_action", 0) else "stuck"
-                tqdm.write(f"{what}: the agent may be {why}", file=sys.stderr)
+            ended = info.get("game_over", terminated | truncated)  # not where a life was lost
             for i in np.flatnonzero(ended):
                 if planned[i] > 0:
                     planned[i] -= 1
@@ -166,19 +147,17 @@ def main(args):
     if args.video:
         if not args.video.parent.is_dir():
             raise ValueError(f"--video {args.video}: there is no such folder")
-        from PIL import Image  # here, where one line says that it is missing
-
         if sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")
-    envs, act, fire, agent = load_run(args)
+    envs, act, agent = load_run(args)
     print(json.dumps(agent), flush=True)
     film = [] if args.video else None
-    scores = np.array(play(envs, act, args, fire, film))
+    scores = np.array(play(envs, act, args, film))
     if args.video:
         first, *others = map(Image.fromarray, film)
         file, look = io.BytesIO(), {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
         first.save(file, "GIF", save_all=True, append_images=others, **look)
-        args.video.write_bytes(file.getvalue())
+        plot.write(args.video, file.getvalue())
         args.video.with_suffix(".txt").write_text(json.dumps(agent) + "\n")
     games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
     text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
@@ -186,12 +165,7 @@ def main(args):
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
     try:
-        main(args)
-    except Exception as error:  # torn, foreign and wrong files have about ten ways to show it
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        hint = "; pip install -r requirements.txt" if isinstance(error, ImportError) else ""
-        text = f"{kind}{error}".partition("\n")[0]
-        print(f"watch.py: {args.run}: {text}{hint}", file=sys.stderr)
-        raise SystemExit(2) from None
+        main(tyro.cli(Args, description=__doc__))
+    except (OSError, ValueError, ImportError) as error:  # no run, bad options, a missing game
+        plot.fail(error)

@@ -37,7 +37,7 @@ class Schedule:
         with TABLE.open() as file:
             rows = list(csv.DictReader(file))
         if args.schedule not in rows[0]:
-            pqn_abs.fail(f"--schedule {args.schedule}: {TABLE.name} has no such column")
+            raise pqn_abs.UsageError(f"--schedule {args.schedule}: no column of {TABLE.name}")
         self.steps = [float(row["global_step"]) for row in rows]
         self.lengths = [float(row[args.schedule]) for row in rows]
         self.steps_a_unit = args.adapt_frequency * args.num_envs  # K iterations, for L = 1
