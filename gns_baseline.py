@@ -50,7 +50,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +118,7 @@ def layer_init(layer, gain: float = math.sqrt(2)):
 
 
 class PixelConv(nn.Conv2d):
-    """A convolution of pixels / 255. Dividing the weights is cheaper than the pixels."""
+    """A convolution of pixels / 255. Dividing the weights is cheaper than dividing the pixels."""
 
     def forward(self, pixels):
         return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
@@ -164,7 +164,7 @@ class QNetwork(nn.Module):
 
     def forward(self, frames):
         # Under autocast the layers compute in bfloat16. It represents every byte exactly, so the
-        # frames become bfloat16 at once: 1.4 times as fast as by way of float32.
+        # frames become bfloat16 directly: 1.4 times as fast as via float32.
         is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         x = self.body(frames.to(dtype, memory_format=torch.channels_last))
@@ -176,8 +176,9 @@ class QNetwork(nn.Module):
 class EpisodicLife(VectorWrapper):
     """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
 
-    The next action is FIRE instead of the agent's: Breakout waits for it. Needs info["lives"] (E,).
-    Adds to info where a whole game ended (E,), and the actions that were executed (E,).
+    The next action is fire_action instead of the agent's, because Breakout waits for FIRE then. The
+    environments must report info["lives"]. This adds to info where a whole game ended, and which
+    actions were executed. All are arrays (E,).
     """
 
     def __init__(self, envs, fire_action):
@@ -194,7 +195,7 @@ class EpisodicLife(VectorWrapper):
         actions = np.where(self.lost_life, self.fire_action, actions)
         obs, rewards, terminated, truncated, info = super().step(actions)
         game_over = terminated | truncated
-        self.lost_life = (info["lives"] < self.lives) & ~game_over  # after a reset, lives are new
+        self.lost_life = (info["lives"] < self.lives) & ~game_over  # a reset restores lives
         self.lives = np.array(info["lives"])
         info = info | {"game_over": game_over, "executed_actions": actions}
         return obs, rewards, terminated | self.lost_life, truncated, info
@@ -210,14 +211,14 @@ def make_envs(args: Args):
     Your own make_envs may return any Gymnasium VectorEnv with actions Discrete(A) and same-step
     autoreset: where an episode ends, step() returns the next one's first observation, and
     info["final_obs"] holds the last one of the episode that ended. A vector wrapper that transforms
-    observations must transform both.
+    observations must transform info["final_obs"], too.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
-        why = "no Atari game, or skips frames at random"
+        why = "not an Atari game, or it skips frames at random"
         raise UsageError(f"--env-id {args.env_id}: {why}; try BreakoutNoFrameskip-v4")
     tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
     envs = AtariVectorEnv(
@@ -230,7 +231,7 @@ def make_envs(args: Args):
     if not args.episodic_life:
         return envs
     buttons = [button.name for button in envs.ale.get_action_set()]
-    return EpisodicLife(envs, buttons.index("FIRE") if "FIRE" in buttons else 0)  # 0: no button
+    return EpisodicLife(envs, buttons.index("FIRE") if "FIRE" in buttons else 0)  # 0 is NOOP
 
 
 def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_lambda: float):
@@ -247,8 +248,8 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
     for t in reversed(range(len(rewards))):
         next_return = torch.where(truncated[t], next_values[t], next_return)
         bootstrap = q_lambda * next_return + (1 - q_lambda) * next_values[t]
-        next_return = rewards[t] + gamma * ~terminated[t] * bootstrap
-        returns[t] = next_return
+        returns[t] = rewards[t] + gamma * ~terminated[t] * bootstrap
+        next_return = returns[t]
     return returns
 
 
@@ -458,7 +459,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                     obs[t] = next_obs
                     values[t], greedy_actions = q_network(next_obs).float().max(1)
                     actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-                    frames, reward, terminal, timeout, info = envs.step(np.array(actions[t].cpu()))
+                    frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
                     if "executed_actions" in info:  # EpisodicLife presses FIRE after a lost life
                         actions[t] = torch.tensor(info["executed_actions"])
@@ -576,7 +577,7 @@ def check_args(args):
 
 
 def check_parts(args, envs, q_values):
-    """Refuse environments or a network that main would learn something wrong from."""
+    """Refuse environments or a network that would make main learn the wrong thing."""
     space = envs.single_action_space
     is_same_step = envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
     if not is_same_step or space.start != 0:
@@ -635,37 +636,31 @@ class Run(AbstractContextManager):
             if name in sys.modules:
                 config["versions"][name] = sys.modules[name].__version__
         text = json.dumps(config, indent=2, default=str) + "\n"
-        self.wandb = None
-        self.wandb_id = saved.get("wandb_id")
-        if args.track:
-            import wandb
-
-            names = {"name": folder.name, "id": self.wandb_id, "resume": "allow"}
-            self.wandb = wandb.init(**names, config=config, reinit="create_new")
-            self.wandb.define_metric("*", step_metric="global_step")
-            self.wandb_id = self.wandb.id
         try:
             folder.mkdir(parents=True, exist_ok=bool(args.resume))
         except OSError as error:
-            raise UsageError(f"no folder can be made: {error}") from error
+            raise UsageError(f"cannot create the run's folder: {error}") from error
         try:
             self.metrics = (folder / "metrics.csv").open("a", buffering=1)
-            try:
-                import fcntl
-
-                fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"another process is at work on {folder}") from None
-            except (ImportError, OSError):  # Windows, or a file system that has no locks
-                pass
+            self.lock()
             # Rows after the checkpoint will be written again.
             self.metrics.truncate(saved.get("metrics_size", 0))
             (folder / "config.tmp").write_text(text)
             os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
-            for source in {__file__, sys.argv[0]}:  # the code that makes these numbers
-                if Path(source).is_file():
-                    shutil.copyfile(source, folder / Path(source).name)
-        except OSError:
+            for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
+                copy_of_it = folder / Path(source).name
+                if Path(source).is_file() and not copy_of_it.exists():
+                    shutil.copyfile(source, copy_of_it)
+            self.wandb = None
+            self.wandb_id = saved.get("wandb_id")
+            if args.track:
+                import wandb
+
+                names = {"name": folder.name, "id": self.wandb_id, "resume": "allow"}
+                self.wandb = wandb.init(**names, config=config, reinit="create_new")
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+        except BaseException:
             if not args.resume:
                 shutil.rmtree(folder)
             raise
@@ -681,6 +676,17 @@ class Run(AbstractContextManager):
                     self.handlers[number] = signal.signal(number, self.interrupt)
         self.row_at = time.perf_counter()
         self.save_at = self.row_at  # the first save is due after the first iteration
+
+    def lock(self):
+        """Refuse a run that another process is using."""
+        try:
+            import fcntl
+
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is at work on {self.folder}") from None
+        except (ImportError, OSError):  # Windows, or a file system that has no locks
+            pass
 
     def interrupt(self, number, frame):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
@@ -724,16 +730,17 @@ class Run(AbstractContextManager):
         self.bar.close()
         if self.wandb:
             self.wandb.finish(exit_code=0 if kind is None else 1)
+        with suppress(OSError):  # on a full disk
+            self.metrics.close()
         if not (self.folder / "checkpoint.pt").exists():
             shutil.rmtree(self.folder)
-        self.metrics.close()
         if kind is None:
-            print(f"saved; to continue, add: --resume '{self.folder}'", file=sys.stderr)
+            print(f"saved; to continue, run again with --resume '{self.folder}'", file=sys.stderr)
 
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends it at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
     if sys.platform == "linux":  # glibc keeps freed memory: a CPU learns 1.15 times as fast
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
@@ -746,7 +753,7 @@ def launch(Args=Args, **parts):
                 raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
-                raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
+                raise UsageError(f"{args.resume} was made by {config['script']}: start that")
             args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:

@@ -52,7 +52,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +118,7 @@ def layer_init(layer, gain: float = math.sqrt(2)):
 
 
 class PixelConv(nn.Conv2d):
-    """A convolution of pixels / 255. Dividing the weights is cheaper than the pixels."""
+    """A convolution of pixels / 255. Dividing the weights is cheaper than dividing the pixels."""
 
     def forward(self, pixels):
         return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
@@ -165,8 +165,9 @@ class ActorCritic(nn.Module):
 class EpisodicLife(VectorWrapper):
     """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
 
-    The next action is FIRE instead of the agent's: Breakout waits for it. Needs info["lives"] (E,).
-    Adds to info where a whole game ended (E,), and the actions that were executed (E,).
+    The next action is fire_action instead of the agent's, because Breakout waits for FIRE then. The
+    environments must report info["lives"]. This adds to info where a whole game ended, and which
+    actions were executed. All are arrays (E,).
     """
 
     def __init__(self, envs, fire_action):
@@ -183,7 +184,7 @@ class EpisodicLife(VectorWrapper):
         actions = np.where(self.lost_life, self.fire_action, actions)
         obs, rewards, terminated, truncated, info = super().step(actions)
         game_over = terminated | truncated
-        self.lost_life = (info["lives"] < self.lives) & ~game_over  # after a reset, lives are new
+        self.lost_life = (info["lives"] < self.lives) & ~game_over  # a reset restores lives
         self.lives = np.array(info["lives"])
         info = info | {"game_over": game_over, "executed_actions": actions}
         return obs, rewards, terminated | self.lost_life, truncated, info
@@ -199,14 +200,14 @@ def make_envs(args: Args):
     Your own make_envs may return any Gymnasium VectorEnv with actions Discrete(A) and same-step
     autoreset: where an episode ends, step() returns the next one's first observation, and
     info["final_obs"] holds the last one of the episode that ended. A vector wrapper that transforms
-    observations must transform both.
+    observations must transform info["final_obs"], too.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.registry.get(args.env_id)
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
-        why = "no Atari game, or skips frames at random"
+        why = "not an Atari game, or it skips frames at random"
         raise UsageError(f"--env-id {args.env_id}: {why}; try BreakoutNoFrameskip-v4")
     tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
     envs = AtariVectorEnv(
@@ -219,7 +220,7 @@ def make_envs(args: Args):
     if not args.episodic_life:
         return envs
     buttons = [button.name for button in envs.ale.get_action_set()]
-    return EpisodicLife(envs, buttons.index("FIRE") if "FIRE" in buttons else 0)  # 0: no button
+    return EpisodicLife(envs, buttons.index("FIRE") if "FIRE" in buttons else 0)  # 0 is NOOP
 
 
 def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
@@ -610,37 +611,31 @@ class Run(AbstractContextManager):
             if name in sys.modules:
                 config["versions"][name] = sys.modules[name].__version__
         text = json.dumps(config, indent=2, default=str) + "\n"
-        self.wandb = None
-        self.wandb_id = saved.get("wandb_id")
-        if args.track:
-            import wandb
-
-            names = {"name": folder.name, "id": self.wandb_id, "resume": "allow"}
-            self.wandb = wandb.init(**names, config=config, reinit="create_new")
-            self.wandb.define_metric("*", step_metric="global_step")
-            self.wandb_id = self.wandb.id
         try:
             folder.mkdir(parents=True, exist_ok=bool(args.resume))
         except OSError as error:
-            raise UsageError(f"no folder can be made: {error}") from error
+            raise UsageError(f"cannot create the run's folder: {error}") from error
         try:
             self.metrics = (folder / "metrics.csv").open("a", buffering=1)
-            try:
-                import fcntl
-
-                fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"another process is at work on {folder}") from None
-            except (ImportError, OSError):  # Windows, or a file system that has no locks
-                pass
+            self.lock()
             # Rows after the checkpoint will be written again.
             self.metrics.truncate(saved.get("metrics_size", 0))
             (folder / "config.tmp").write_text(text)
             os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
-            for source in {__file__, sys.argv[0]}:  # the code that makes these numbers
-                if Path(source).is_file():
-                    shutil.copyfile(source, folder / Path(source).name)
-        except OSError:
+            for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
+                copy_of_it = folder / Path(source).name
+                if Path(source).is_file() and not copy_of_it.exists():
+                    shutil.copyfile(source, copy_of_it)
+            self.wandb = None
+            self.wandb_id = saved.get("wandb_id")
+            if args.track:
+                import wandb
+
+                names = {"name": folder.name, "id": self.wandb_id, "resume": "allow"}
+                self.wandb = wandb.init(**names, config=config, reinit="create_new")
+                self.wandb.define_metric("*", step_metric="global_step")
+                self.wandb_id = self.wandb.id
+        except BaseException:
             if not args.resume:
                 shutil.rmtree(folder)
             raise
@@ -656,6 +651,17 @@ class Run(AbstractContextManager):
                     self.handlers[number] = signal.signal(number, self.interrupt)
         self.row_at = time.perf_counter()
         self.save_at = self.row_at  # the first save is due after the first iteration
+
+    def lock(self):
+        """Refuse a run that another process is using."""
+        try:
+            import fcntl
+
+            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is at work on {self.folder}") from None
+        except (ImportError, OSError):  # Windows, or a file system that has no locks
+            pass
 
     def interrupt(self, number, frame):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
@@ -699,16 +705,17 @@ class Run(AbstractContextManager):
         self.bar.close()
         if self.wandb:
             self.wandb.finish(exit_code=0 if kind is None else 1)
+        with suppress(OSError):  # on a full disk
+            self.metrics.close()
         if not (self.folder / "checkpoint.pt").exists():
             shutil.rmtree(self.folder)
-        self.metrics.close()
         if kind is None:
-            print(f"saved; to continue, add: --resume '{self.folder}'", file=sys.stderr)
+            print(f"saved; to continue, run again with --resume '{self.folder}'", file=sys.stderr)
 
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends it at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
     if sys.platform == "linux":  # glibc keeps freed memory: a CPU learns 1.15 times as fast
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
@@ -721,7 +728,7 @@ def launch(Args=Args, **parts):
                 raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
-                raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
+                raise UsageError(f"{args.resume} was made by {config['script']}: start that")
             args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:
