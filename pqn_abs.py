@@ -541,9 +541,8 @@ class Run(AbstractContextManager):
             (folder / "config.tmp").write_text(text)
             os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
             for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
-                copy_of_it = folder / Path(source).name
-                if Path(source).is_file() and not copy_of_it.exists():
-                    shutil.copyfile(source, copy_of_it)
+                if Path(source).is_file() and Path(source).resolve().parent != folder.resolve():
+                    shutil.copyfile(source, folder / Path(source).name)
             self.wandb = None
             self.wandb_id = saved.get("wandb_id")
             if args.track:
@@ -646,7 +645,7 @@ def launch(Args=Args, **parts):
                 raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
-                raise UsageError(f"{args.resume} was made by {config['script']}: start that")
+                raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
             args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:
