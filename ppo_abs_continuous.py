@@ -599,6 +599,10 @@ class Run(AbstractContextManager):
         try:
             self.metrics = (folder / "metrics.csv").open("a", buffering=1)
             self.lock()
+            if args.resume:
+                latest = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
+                if latest["seconds"] != self.seconds:  # saved after main had loaded it
+                    raise UsageError(f"another process has just used {folder}: resume it again")
             # Rows after the checkpoint will be written again.
             self.metrics.truncate(saved.get("metrics_size", 0))
             (folder / "config.tmp").write_text(text)

@@ -501,6 +501,24 @@ def test_a_full_disk_leaves_what_there_was(train, tmp_path, monkeypatch, module,
     assert load(old)["global_step"] == steps_without_gap(old)[-1] >= 600
 
 
+def test_a_run_that_has_just_gone_on_is_not_cut(train, monkeypatch):
+    """Guards the rows of a process that ends after a second one has loaded the checkpoint."""
+    folder = train(FakeEnvs(4), total_timesteps=1)
+    old = load(folder)
+    train(FakeEnvs(4), total_timesteps=600, resume=str(folder))
+    before = contents(folder)
+    real_load = torch.load
+    answers = iter([old])
+
+    def load_late(*given, **options):
+        return next(answers, None) or real_load(*given, **options)
+
+    monkeypatch.setattr(torch, "load", load_late)
+    with pytest.raises(pqn_abs.UsageError, match="resume it again"):
+        train(FakeEnvs(4), total_timesteps=900, resume=str(folder))
+    assert contents(folder) == before
+
+
 # --- What is refused: one line, status 2, nothing written ---
 
 
