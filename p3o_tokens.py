@@ -12,7 +12,7 @@ minus the mean of the G answers to the same problem. So no critic is needed.
 A sampler with the policy π_b writes the answers. A learner with the policy π_θ learns from them.
 Their ratio is ρ_i = π_θ(token_i) / π_b(token_i). A batch has N valid tokens: those of each answer
 up to its end mark, which counts, too. The padding after it decides nothing. The losses are means
-over the valid tokens i. sg stops the gradient: what is in it counts as a plain number, as e_B does.
+over the valid tokens i. sg stops the gradient: what is in it counts as a plain number.
 
     p3o    -sg(min(ρ_i, e_B)) log π_θ(token_i) A_i + (1 - e_B) KL( π_θ ‖ π_b )    [arXiv 2605.12380]
            e_B = (Σ_i ρ_i)² / (N Σ_i ρ_i²)
@@ -29,9 +29,9 @@ Every batch makes one gradient step. On fresh data ρ is 1, and P3O and PPO have
 --behavior-noise, where the sampler is not quite the learner, as with a serving engine.
 
 --adapt-batch adds Adaptive Batch Scaling [ABS: arXiv 2605.21557]. A batch has L problems with G
-answers to each. In every K-th iteration, rollout_length() computes the next L from δ, the mean of
-KL( π_θold ‖ π_θ ) over the valid tokens: how far the update moved the policy. A volatile policy
-gets small batches, and so more updates. A stable one gets large batches, and so less noise.
+answers to each. In every K-th iteration it measures δ, the mean of KL( π_θold ‖ π_θ ) over the
+valid tokens: how far the update moved the policy. Where δ is large, L falls, and there are more
+updates. Where δ is small, L grows, and batches have less noise (Eq. 4, at rollout_length).
 
 P3O on fresh data, one minute:
     python p3o_tokens.py
@@ -86,7 +86,7 @@ class Args:
     forget_share: float = 0.5  # share of the teacher's answers in which it forgets to carry
     lag: int = 0  # the policy that answers is that of this many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # how the sampler differs
-    temperature: float = 1.3  # the sampler's with --behavior-noise temperature; the learner's is 1
+    temperature: float = 1.3  # of the sampler, if --behavior-noise is temperature
     eval_frequency: int = 10  # iterations from one evaluation to the next
 
     adapt_batch: bool = False  # ABS: adapt L; without it, L = num_problems
@@ -105,7 +105,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
 
-# The task: " 347+  58=" is answered by "504\n", with the units first, as one adds on paper.
+# The task: " 347+  58=" is answered by "504\n". That is 405 backwards: one adds units first.
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = "0123456789+= \n"
@@ -199,17 +199,19 @@ def answer_log_pi(network, tokens, temperature=1.0):
 
     tokens are problems with answers (N, PROMPT + ANSWER).
     """
-    logits = network(tokens[:, :-1])[:, PROMPT - 1 :]
+    next_token_logits = network(tokens[:, :-1])
+    logits = next_token_logits[:, PROMPT - 1 :]
     log_pi = (logits.float() / temperature).log_softmax(-1)
-    return log_pi.clamp(min=-1e9)  # a masked token's -inf would make 0 times inf a NaN
+    # Your own model may mask tokens with -inf. In the KL divergence, 0 times inf would be a NaN.
+    return log_pi.clamp(min=-1e9)
 
 
 @torch.no_grad()
 def write_answers(network, prompts, temperature):
     """Answers (N, ANSWER) to prompts (N, PROMPT), and log π_b (N, ANSWER, V) of all tokens.
 
-    Each token takes a pass over the whole sequence, as learning does: so fresh data has ρ = 1 to
-    the bit. A KV cache would be faster, but it would round differently.
+    Each token takes a pass over the whole sequence. A KV cache would be faster, but it rounds
+    differently, and fresh data should have ρ = 1 exactly.
     """
     tokens = F.pad(prompts, (0, ANSWER), value=END)
     log_behavior = []
@@ -319,9 +321,7 @@ def rollout_length(
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper also writes α for β. They cannot be the same number: with β = α, a stable policy
-    (α = 0) would never change L_adapt. Raises ValueError if the limits are not positive and in
-    order.
+    The paper calls β α, too. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -334,18 +334,18 @@ def rollout_length(
 def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_length) -> Path:
     """Train, and return the run's folder. Pass your own CausalTransformer or rollout_length."""
     check_args(args)
-    folder = run_folder(args)
-    saved = {}
-    if args.resume:  # weights_only: a file from someone else cannot run code
-        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    folder, saved = run_folder(args)  # saved is what a checkpoint holds; empty in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     adaptive_length = saved.get("adaptive_length", float(args.num_problems))  # ABS: L_adapt
-    # --resume may come with new limits.
+    # --resume may bring new limits.
     adaptive_length = min(max(adaptive_length, args.problems_min), args.problems_max)
 
     seed = seed_all(args.seed, 0)
     network = CausalTransformer().to(DEVICE)
+    if not saved:
+        imitate_teacher(network, args, random.Random(seed))
+    network.eval()  # dropout, if your model has any, would make ρ differ from 1 on fresh data
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
     modules = {"network": network, "optimizer": optimizer}  # whose states a checkpoint stores
     if hasattr(rollout_length, "state_dict"):  # your own may be an object with a state
@@ -353,20 +353,17 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
     if saved:
         for name, module in modules.items():
             module.load_state_dict(saved[name])
-        optimizer.param_groups[0]["lr"] = args.learning_rate  # the new one, if one was given
-    else:
-        imitate_teacher(network, args, random.Random(seed))
-    network.eval()  # no dropout from here on, also in learning: fresh data must have ρ = 1
+        optimizer.param_groups[0]["lr"] = args.learning_rate  # --resume may bring a new one
     sampler = copy.deepcopy(network)
-    # Weights of the last lag + 1 policies, the oldest first. A full deque drops its oldest.
+    # Weights of the last lag + 1 policies. A full deque drops its oldest.
     policies = deque(saved.get("policies", []), maxlen=args.lag + 1)
     bfloat16 = args.behavior_noise == "bfloat16"
     autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=bfloat16)
     temperature = args.temperature if args.behavior_noise == "temperature" else 1.0
     exam = draw_problems(random.Random(0), 256, held_out=True)  # the same in every run
     with Run(args, folder, DEVICE, bfloat16, saved) as run:
-        done = global_step >= args.total_timesteps
-        while not done:
+        finished = global_step >= args.total_timesteps
+        while not finished:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
             seed = seed_all(args.seed, iteration)
@@ -376,7 +373,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
 
             # 1. Collect G answers to each of L problems, by the policy of lag updates ago.
             policies.append(copy.deepcopy(network.state_dict()))
-            sampler.load_state_dict(policies[0])
+            sampler.load_state_dict(policies[0])  # the oldest
             problems = draw_problems(random.Random(seed), num_problems)
             problems = np.repeat(problems, args.group_size, 0)
             prompts, targets = encode(problems, problems.sum(1))
@@ -386,27 +383,26 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
             run.scores.extend(rewards.tolist())  # an answer counts as an episode
 
             # 2. Update θ by one gradient step on the mean loss of all valid tokens.
-            answer_advantages = group_advantages(rewards, args.group_size, args.loss == "grpo")
-            # From here on, tensors have one row per valid token. [valid] picks them, in order.
-            valid = valid_tokens(answers)
-            tokens = answers[valid]
-            log_pi_b = log_behavior[valid]
-            advantages = answer_advantages.repeat_interleave(valid.sum(1))
+            is_scaled = args.loss == "grpo"
+            answer_advantages = group_advantages(rewards, args.group_size, is_scaled)
             sequences = torch.cat([prompts, answers], 1)
+            valid = valid_tokens(answers)
+            # [valid] picks the valid tokens of all answers: from here on, one row is one token.
+            tokens = answers[valid]
+            advantages = answer_advantages[:, None].expand_as(valid)[valid]
+            log_pi_b = log_behavior[valid]
             log_pi = answer_log_pi(network, sequences)[valid]
             log_probs = log_prob_of(log_pi, tokens)
             log_probs_b = log_prob_of(log_pi_b, tokens)
-            # Both losses are computed, because what they tell about the batch is always logged.
+            # e_B and KL are logged whichever loss it is, so that they can be compared.
             p3o, e_b, kl, capped_share = p3o_loss(log_pi, log_pi_b, tokens, advantages)
             ppo = clipped_surrogate(log_probs, log_probs_b, advantages, args.clip_coef).mean()
             loss = p3o if args.loss == "p3o" else ppo  # grpo is ppo with other advantages
-            ratios = (log_probs - log_probs_b).exp()
-            is_outside = (ratios - 1).abs() > args.clip_coef  # of PPO's 1 ± ε
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
             optimizer.step()
-            # A NaN in a weight or a loss reaches the gradient.
+            # A NaN in a weight or a loss spreads to the gradient.
             if not grad_norm.isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
 
@@ -427,12 +423,14 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
                         beta=args.beta,
                     )
 
-            # 4. Evaluate, log and save.
+            # 4. Log and save. Evaluate first and last, and in between every eval_frequency times.
             greedy_accuracy = sampled_accuracy = None
             is_last = global_step >= args.total_timesteps
             if is_last or (iteration - 1) % args.eval_frequency == 0:
                 greedy_accuracy = accuracy(network, exam, temperature=1e-6)
                 sampled_accuracy = accuracy(network, exam, temperature=1.0)
+            ratios = (log_probs - log_probs_b).exp()
+            is_outside = (ratios - 1).abs() > args.clip_coef  # of PPO's 1 ± ε
             row = {
                 "global_step": global_step,
                 "charts/reward": rewards.mean().item(),
@@ -450,8 +448,8 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
                 "ppo/clipped": is_outside.float().mean().item(),
             }
             run.log(row)
-            done = is_last or run.interrupted
-            if done or time.perf_counter() >= run.save_at:
+            finished = is_last or run.interrupted
+            if finished or time.perf_counter() >= run.save_at:
                 counters = {"global_step": global_step, "iteration": iteration}
                 counters["adaptive_length"] = float(adaptive_length)
                 run.save(modules, policies=list(policies), **counters)
@@ -504,12 +502,16 @@ def seed_all(seed, iteration) -> int:
 
 
 def run_folder(args):
-    """The folder of --resume, or that of a new run, which must not exist yet."""
+    """The run's folder, and its checkpoint if it is resumed. A new folder may not exist yet."""
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
     folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
     if folder.exists() and not args.resume:
         raise UsageError(f"{folder} exists already: --resume it, or choose another --run-name")
-    return folder
+    saved = {}
+    if args.resume:
+        # With weights_only, a file from someone else cannot run code.
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    return folder, saved
 
 
 class Run(AbstractContextManager):
@@ -542,6 +544,7 @@ class Run(AbstractContextManager):
             (folder / "config.tmp").write_text(text)
             os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
             for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
+                # A copy in this very folder may itself be what runs.
                 if Path(source).is_file() and Path(source).resolve().parent != folder.resolve():
                     shutil.copyfile(source, folder / Path(source).name)
             self.wandb = None
@@ -585,6 +588,7 @@ class Run(AbstractContextManager):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
         self.interrupted = True
         signal.signal(number, self.handlers[number])  # a second one ends the run at once
+        # print is not safe in a signal handler.
         os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
     def log(self, row):
@@ -634,20 +638,21 @@ class Run(AbstractContextManager):
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
-    if sys.platform == "linux":  # glibc keeps freed memory: a CPU learns 1.15 times as fast
+    if sys.platform == "linux":
+        # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # not every console can print Greek letters
     args = tyro.cli(Args)
     try:
-        if args.resume:
+        if args.resume:  # the run's own arguments, unless they are given anew
             if not Path(args.resume, "checkpoint.pt").exists():
                 raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
                 raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
-            args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
+            args = tyro.cli(Args, default=Args(**config["args"]))
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:
         line = str(error).partition("\n")[0]

@@ -163,9 +163,9 @@ class ActorCritic(nn.Module):
 class EpisodicLife(VectorWrapper):
     """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
 
-    The next action is fire_action instead of the agent's, because Breakout waits for FIRE then. The
-    environments must report info["lives"]. This adds to info where a whole game ended, and which
-    actions were executed. All are arrays (E,).
+    Then the next action is fire_action instead of the agent's: games like Breakout wait for FIRE.
+    The environments must report info["lives"]. This adds to info where a whole game ended, and
+    which actions were executed. All are arrays (E,).
     """
 
     def __init__(self, envs, fire_action):
@@ -182,7 +182,8 @@ class EpisodicLife(VectorWrapper):
         actions = np.where(self.lost_life, self.fire_action, actions)
         obs, rewards, terminated, truncated, info = super().step(actions)
         game_over = terminated | truncated
-        self.lost_life = (info["lives"] < self.lives) & ~game_over  # a reset restores lives
+        # The next game may begin with fewer lives than the last one ended with.
+        self.lost_life = (info["lives"] < self.lives) & ~game_over
         self.lives = np.array(info["lives"])
         info = info | {"game_over": game_over, "executed_actions": actions}
         return obs, rewards, terminated | self.lost_life, truncated, info
@@ -192,8 +193,8 @@ def make_envs(args: Args):
     """A vector of args.num_envs copies of an Atari game.
 
     Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
-    the last two of them are max-pooled. Rewards are points in the game. An episode starts with FIRE
-    and 0 to 28 no-ops, and is truncated after 108,000 emulator frames.
+    the last two of them are max-pooled. Rewards are points in the game. AtariVectorEnv starts a
+    game with FIRE and 0 to 28 no-ops, and truncates it after 108,000 emulator frames.
 
     Your own make_envs may return any Gymnasium VectorEnv with actions Discrete(A) and same-step
     autoreset: where an episode ends, step() returns the next one's first observation, and
@@ -227,10 +228,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     d_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = d_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. If the episode
-    was truncated at t, that is not values[t + 1], which belongs to the next episode. At the end of
-    the rollout and of a truncated episode, next_values[t] stands in for all that follows. Where the
-    episode terminated, it is ignored.
+    next_values[t] is V of the state that followed s_t in its episode, never of the next episode's
+    first. At the end of the rollout and of a truncated episode it stands in for all that follows.
+    Where the episode terminated it is ignored.
     """
     errors = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
@@ -329,9 +329,7 @@ def rollout_length(
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper also writes α for β. They cannot be the same number: with β = α, a stable policy
-    (α = 0) would never change L_adapt. Raises ValueError if the limits are not positive and in
-    order.
+    The paper calls β α, too. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -346,17 +344,14 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     check_args(args)
     device, bfloat16 = pick_device(args)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    folder = run_folder(args)
-    saved = {}
-    if args.resume:  # weights_only: a file from someone else cannot run code
-        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    folder, saved = run_folder(args)  # saved is what a checkpoint holds; empty in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
-    # --resume may come with new limits.
+    # --resume may bring new limits.
     adaptive_length = min(max(adaptive_length, args.rollout_min), args.rollout_max)
-    seed = seed_all(args.seed, iteration)  # a resumed run plays new games
+    env_seed = seed_all(args.seed, iteration)  # a resumed run plays new games
     envs = make_envs(args)
     num_envs = args.num_envs
     network = ActorCritic(envs).to(device).eval()  # dropout, if any, is off while acting
@@ -368,12 +363,12 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     if saved:
         for name, module in modules.items():
             module.load_state_dict(saved[name])
-    next_obs = torch.tensor(envs.reset(seed=seed)[0], device=device)
+    next_obs = torch.tensor(envs.reset(seed=env_seed)[0], device=device)
     check_policy(args, envs, network(next_obs))
-    score = np.zeros(num_envs)  # of the games in progress
+    score = np.zeros(num_envs)  # points so far in each environment's game
     with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
-        done = global_step >= args.total_timesteps
-        while not done:
+        finished = global_step >= args.total_timesteps
+        while not finished:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
             seed_all(args.seed, iteration)
@@ -395,7 +390,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             terminated = torch.zeros_like(actions, dtype=torch.bool)
             truncated = torch.zeros_like(terminated)
             values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), t = 0..L
-            last_values = torch.zeros_like(rewards)  # of truncated episodes' last states
+            final_values = torch.zeros_like(rewards)  # where a time limit truncated the episode
             with torch.no_grad(), autocast:
                 for t in range(length):
                     obs[t] = next_obs
@@ -410,10 +405,12 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
                     if timeout.any():
-                        last = np.stack(info["final_obs"][timeout])
-                        last_obs = torch.tensor(last, dtype=next_obs.dtype, device=device)
-                        last_values[t, truncated[t]] = policy_and_value(network, last_obs)[1]
-                    score += reward
+                        # frames are the next episode's. The last ones of this episode are here,
+                        # in an array of arrays.
+                        final_obs = np.stack(info["final_obs"][timeout])
+                        final_obs = torch.tensor(final_obs, dtype=next_obs.dtype, device=device)
+                        final_values[t, truncated[t]] = policy_and_value(network, final_obs)[1]
+                    score += reward  # of a whole game, also where a lost life ends an episode
                     game_over = info.get("game_over", terminal | timeout)
                     run.scores.extend(score[game_over].tolist())
                     score[game_over] = 0
@@ -422,7 +419,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
 
             # 2. Minimize L_π + c_v L_V - c_e H(π_θ): N_epochs passes in shuffled mini-batches.
             old_values = values[:-1]
-            next_values = torch.where(truncated, last_values, values[1:])
+            next_values = torch.where(truncated, final_values, values[1:])
             advantages = gae(
                 rewards, old_values, next_values, terminated, truncated, args.gamma, args.gae_lambda
             )
@@ -491,8 +488,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                 "losses/grad_norm": grad_norm.item(),
             }
             run.log(row)
-            done = global_step >= args.total_timesteps or run.interrupted
-            if done or time.perf_counter() >= run.save_at:
+            finished = global_step >= args.total_timesteps or run.interrupted
+            if finished or time.perf_counter() >= run.save_at:
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
                 run.save(modules, adaptive_length=float(adaptive_length), **counters)
     return folder
@@ -551,13 +548,14 @@ def pick_device(args):
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {error}") from error
-    bfloat16 = args.precision == "bfloat16"
-    if args.precision == "auto":  # only where the hardware multiplies bfloat16
-        cpu = torch.cpu.get_capabilities()
-        bfloat16 = device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-        if device.type == "cuda":
-            bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return device, bfloat16
+    if args.precision != "auto":
+        return device, args.precision == "bfloat16"
+    # Only where the hardware multiplies bfloat16.
+    if device.type == "cuda":
+        return device, torch.cuda.is_bf16_supported(including_emulation=False)
+    cpu = torch.cpu.get_capabilities()
+    is_fast = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+    return device, device.type == "cpu" and is_fast
 
 
 def seed_all(seed, iteration) -> int:
@@ -571,12 +569,16 @@ def seed_all(seed, iteration) -> int:
 
 
 def run_folder(args):
-    """The folder of --resume, or that of a new run, which must not exist yet."""
+    """The run's folder, and its checkpoint if it is resumed. A new folder may not exist yet."""
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
     folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
     if folder.exists() and not args.resume:
         raise UsageError(f"{folder} exists already: --resume it, or choose another --run-name")
-    return folder
+    saved = {}
+    if args.resume:
+        # With weights_only, a file from someone else cannot run code.
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    return folder, saved
 
 
 class Run(AbstractContextManager):
@@ -609,6 +611,7 @@ class Run(AbstractContextManager):
             (folder / "config.tmp").write_text(text)
             os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
             for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
+                # A copy in this very folder may itself be what runs.
                 if Path(source).is_file() and Path(source).resolve().parent != folder.resolve():
                     shutil.copyfile(source, folder / Path(source).name)
             self.wandb = None
@@ -652,6 +655,7 @@ class Run(AbstractContextManager):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
         self.interrupted = True
         signal.signal(number, self.handlers[number])  # a second one ends the run at once
+        # print is not safe in a signal handler.
         os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
     def log(self, row):
@@ -701,20 +705,21 @@ class Run(AbstractContextManager):
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
-    if sys.platform == "linux":  # glibc keeps freed memory: a CPU learns 1.15 times as fast
+    if sys.platform == "linux":
+        # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # not every console can print Greek letters
     args = tyro.cli(Args)
     try:
-        if args.resume:
+        if args.resume:  # the run's own arguments, unless they are given anew
             if not Path(args.resume, "checkpoint.pt").exists():
                 raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
                 raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
-            args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
+            args = tyro.cli(Args, default=Args(**config["args"]))
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:
         line = str(error).partition("\n")[0]

@@ -15,16 +15,16 @@ scatters, so L follows the mean of the last measurements. With θ_old, the netwo
 updates, and θ, the network after them:
 
     δ   = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) )
-    δ̄   = the mean of the last 20 δ; L_adapt moves from the 10th δ on
+    δ̄   = the mean of the last 20 δ
     α   = log(clip(δ̄, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)      0: stable, 1: volatile
     L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L',    batch |B| = L = E round(L_adapt / E)
+    L_adapt ← (1 - β) L_adapt + β L',    L = E round(L_adapt / E)
 
-L counts the steps of all E environments together. A volatile policy gets small batches. A stable
-policy gets large batches. "ABS" marks the lines for it in main.
+L counts the steps of all E environments together, so it is the batch. A volatile policy gets small
+batches. A stable policy gets large batches. "ABS" marks the lines for it in main.
 
-The paper has no numbers for PPO. The defaults are those of its author's code, which differs in some
-points: docs/ppo_abs_continuous.md.
+The paper has no numbers for PPO. The defaults are those of its author's code. Where this file
+differs from that code is listed in docs/ppo_abs_continuous.md.
 
 Install MuJoCo:
     pip install "gymnasium[mujoco]"
@@ -35,7 +35,7 @@ Plain PPO, with L = 2,048 throughout:
 Continue a run after Ctrl-C or a crash:
     python ppo_abs_continuous.py --resume runs/...
 Your own environment, network or rule for L: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py.
+launch().
 """
 
 import copy
@@ -93,10 +93,10 @@ class Args:
     delta_min: float = 0.01  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 0.1  # [δ_max] at this KL divergence or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L_adapt
-    reference_states: int = 2048  # [M] at most this many states in B_ref: L may be less
+    reference_states: int = 2048  # [M] states in B_ref, or all L if there are fewer
     divergence_window: int = 20  # L follows the mean of the last measurements, up to this many
-    burn_in: int = 10  # L stays until there are this many measurements: a mean of few scatters
-    scale_epochs: bool = True  # if L > 2048, N_epochs * L // 2048 epochs: no fewer updates per step
+    burn_in: int = 10  # L_adapt stays as it is until there are this many measurements
+    scale_epochs: bool = True  # N_epochs * L // 2048 epochs where L > 2048
 
     runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default game, script, seed and time
@@ -153,8 +153,7 @@ def make_envs(args: Args):
     """
     makers = [lambda: gymnasium.make(args.env_id)] * args.num_envs
     try:
-        # copy=False: main copies what it keeps.
-        envs = SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     except (gymnasium.error.Error, ImportError) as error:  # mistyped, or MuJoCo is missing
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
     for space in (envs.single_observation_space, envs.single_action_space):
@@ -166,8 +165,8 @@ def make_envs(args: Args):
 class RunningMoments:
     """Mean and variance, in float64, of all rows (N, *shape) that update() has seen [Welford 1962].
 
-    With d, a row's deviation from the mean before the update, and d', from the mean after it:
-    count ← count + N,    mean ← mean + Σ d / count,    squares ← squares + Σ d d'
+    With d, a row's deviation from the mean before the update, and d', from the mean after it, the
+    sum of the squared deviations grows by Σ d d'.
     """
 
     def __init__(self, shape):
@@ -201,7 +200,7 @@ class Normalizer:
     """Scales observations and rewards by their running moments, and clips them to ±10.
 
     Gymnasium has vector wrappers for it. But NormalizeObservation refuses same-step autoreset, and
-    NormalizeReward drops an episode's earlier rewards from the return of its last step.
+    NormalizeReward begins the next sum one step too early, with an episode's last reward.
     """
 
     def __init__(self, envs, gamma):
@@ -237,10 +236,9 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     d_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
     A_t = d_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
-    next_values[t] is V(s_{t+1}), where s_{t+1} belongs to the same episode as s_t. If the episode
-    was truncated at t, that is not values[t + 1], which belongs to the next episode. At the end of
-    the rollout and of a truncated episode, next_values[t] stands in for all that follows. Where the
-    episode terminated, it is ignored.
+    next_values[t] is V of the state that followed s_t in its episode, never of the next episode's
+    first. At the end of the rollout and of a truncated episode it stands in for all that follows.
+    Where the episode terminated it is ignored.
     """
     errors = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
@@ -292,7 +290,10 @@ def gaussian_entropy(log_std):
 
 
 def gaussian_kl(mean_p, log_std_p, mean_q, log_std_q):
-    """KL(p ‖ q) (N,) in nats: Σ_j [ ½ (r² + (μ_p - μ_q)² / σ_q² - 1) - log r ], r = σ_p / σ_q."""
+    """KL(p ‖ q) (N,) in nats, with r = σ_p / σ_q:
+
+    Σ_j [ ½ (r² + (μ_p - μ_q)² / σ_q² - 1) - log r ]
+    """
     log_ratio = log_std_p - log_std_q
     shift = (mean_p - mean_q) / log_std_q.exp()
     kl = 0.5 * ((2 * log_ratio).exp() + shift.square() - 1) - log_ratio
@@ -304,8 +305,8 @@ def ppo_loss(network, batch, args):
 
     loss = mean_i[ L_π + c_v L_V - c_e H(π_θ) ]
 
-    The mini-batch has obs (N, D), actions (N, A), and (N,) each of advantages, returns, and the
-    log_probs and values from when it was collected.
+    The mini-batch has obs (N, D), actions (N, A), advantages (N,), returns (N,), and log_probs (N,)
+    and values (N,) from when it was collected.
     """
     means, values = network(batch["obs"])
     log_probs = gaussian_log_prob(means, network.log_std, batch["actions"])
@@ -345,9 +346,7 @@ def rollout_length(
     L' = L_max - α (L_max - L_min)
     L_adapt ← (1 - β) L_adapt + β L'
 
-    The paper also writes α for β. They cannot be the same number: with β = α, a stable policy
-    (α = 0) would never change L_adapt. Raises ValueError if the limits are not positive and in
-    order.
+    The paper calls β α, too. Raises ValueError if the limits are not positive and in order.
     """
     if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
         raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
@@ -360,27 +359,23 @@ def rollout_length(
 def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=rollout_length) -> Path:
     """Train, and return the run's folder. Pass your own make_envs, network or rollout_length."""
     check_args(args)
-    folder = run_folder(args)
-    saved = {}
-    if args.resume:  # weights_only: a file from someone else cannot run code
-        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    folder, saved = run_folder(args)  # saved is what a checkpoint holds; empty in a new run
     global_step = saved.get("global_step", 0)
     iteration = saved.get("iteration", 0)
     updates = saved.get("updates", 0)  # gradient steps
     divergences = deque(saved.get("divergences", []), maxlen=args.divergence_window)  # ABS
     adaptive_length = saved.get("adaptive_length", float(args.rollout_min))  # ABS: L_adapt
-    # --resume may come with new limits.
+    # --resume may bring new limits.
     adaptive_length = min(max(adaptive_length, args.rollout_min), args.rollout_max)
 
-    seed = seed_all(args.seed, iteration)  # a resumed run starts new episodes
+    env_seed = seed_all(args.seed, iteration)  # a resumed run starts new episodes
     envs = make_envs(args)
     num_envs = args.num_envs
     space = envs.single_action_space
     network = ActorCritic(envs).eval()  # dropout, if any, is off while acting
     old_network = copy.deepcopy(network)  # ABS: θ_old, filled in the loop
     normalizer = Normalizer(envs, args.gamma)
-    weights = list(network.parameters())
-    optimizer = torch.optim.Adam(weights, lr=args.learning_rate, eps=1e-5, foreach=True)
+    optimizer = torch.optim.Adam(network.parameters(), args.learning_rate, eps=1e-5, foreach=True)
     modules = {"network": network, "optimizer": optimizer}  # whose states a checkpoint stores
     modules |= {"observations": normalizer.observations, "returns": normalizer.returns}
     if hasattr(rollout_length, "state_dict"):  # your own may be an object with a state
@@ -388,19 +383,19 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     if saved:
         for name, module in modules.items():
             module.load_state_dict(saved[name])
-    next_obs = normalizer.count_and_scale(envs.reset(seed=seed)[0])
+    next_obs = normalizer.count_and_scale(envs.reset(seed=env_seed)[0])
     check_policy(args, envs, network(torch.from_numpy(next_obs)))
     score = np.zeros(num_envs)  # of the episodes in progress
     with closing(envs), Run(args, folder, device="cpu", bfloat16=False, saved=saved) as run:
-        done = global_step >= args.total_timesteps
-        while not done:
+        finished = global_step >= args.total_timesteps
+        while not finished:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
             seed_all(args.seed, iteration)
-            total_length = adaptive_length if args.adapt_rollout else args.num_steps  # ABS: L
-            length = round(total_length / num_envs)  # of each environment: L / E
-            batch_size = length * num_envs
-            is_measured = iteration % args.adapt_frequency == 0  # ABS: this iteration's updates
+            all_steps = adaptive_length if args.adapt_rollout else args.num_steps  # ABS
+            length = round(all_steps / num_envs)  # steps in each environment
+            batch_size = length * num_envs  # ABS: L
+            is_measured = iteration % args.adapt_frequency == 0  # ABS
             if is_measured:
                 old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
             learning_rate = args.learning_rate
@@ -408,7 +403,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                 learning_rate *= 1 - global_step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = learning_rate
 
-            # 1. Collect L steps with actions drawn from π_θ. Single rows are faster in NumPy.
+            # 1. Collect L steps in all, with actions drawn from π_θ.
             noise = torch.randn((length, num_envs, *space.shape)).numpy()
             obs = np.zeros((length, *next_obs.shape), np.float32)  # s_t, scaled
             following = np.zeros_like(obs)  # s_{t+1} of the same episode, scaled
@@ -425,7 +420,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     allowed = actions[t].clip(space.low, space.high)
                     raw_obs, reward, terminated[t], truncated[t], info = envs.step(allowed)
                     over = terminated[t] | truncated[t]
-                    # Count each observation once: first those that follow, then new episodes'.
+                    # Where an episode ended, raw_obs is the next one's first observation, and
+                    # final_obs holds the one that followed.
                     raw_following = np.array(raw_obs, float)
                     if over.any():
                         raw_following[over] = np.stack(info["final_obs"][over])
@@ -468,11 +464,11 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     loss, logged = ppo_loss(network, minibatch, args)
                     optimizer.zero_grad()
                     loss.backward()
-                    grad_norm = nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
+                    grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
                     optimizer.step()
                     updates += 1
             network.eval()
-            # A NaN in an observation, a reward or a weight reaches the gradient.
+            # A NaN in an observation, a reward or a weight spreads to this last gradient.
             if not grad_norm.isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
 
@@ -506,8 +502,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
             for name, samples in logged.items():
                 row[name] = samples.float().mean().item()
             run.log(row)
-            done = global_step >= args.total_timesteps or run.interrupted
-            if done or time.perf_counter() >= run.save_at:
+            finished = global_step >= args.total_timesteps or run.interrupted
+            if finished or time.perf_counter() >= run.save_at:
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
                 counters["divergences"] = list(divergences)
                 run.save(modules, adaptive_length=float(adaptive_length), **counters)
@@ -570,12 +566,16 @@ def seed_all(seed, iteration) -> int:
 
 
 def run_folder(args):
-    """The folder of --resume, or that of a new run, which must not exist yet."""
+    """The run's folder, and its checkpoint if it is resumed. A new folder may not exist yet."""
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
     folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
     if folder.exists() and not args.resume:
         raise UsageError(f"{folder} exists already: --resume it, or choose another --run-name")
-    return folder
+    saved = {}
+    if args.resume:
+        # With weights_only, a file from someone else cannot run code.
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    return folder, saved
 
 
 class Run(AbstractContextManager):
@@ -608,6 +608,7 @@ class Run(AbstractContextManager):
             (folder / "config.tmp").write_text(text)
             os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
             for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
+                # A copy in this very folder may itself be what runs.
                 if Path(source).is_file() and Path(source).resolve().parent != folder.resolve():
                     shutil.copyfile(source, folder / Path(source).name)
             self.wandb = None
@@ -651,6 +652,7 @@ class Run(AbstractContextManager):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
         self.interrupted = True
         signal.signal(number, self.handlers[number])  # a second one ends the run at once
+        # print is not safe in a signal handler.
         os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
 
     def log(self, row):
@@ -700,20 +702,21 @@ class Run(AbstractContextManager):
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
-    if sys.platform == "linux":  # glibc keeps freed memory: a CPU learns 1.15 times as fast
+    if sys.platform == "linux":
+        # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # not every console can print Greek letters
     args = tyro.cli(Args)
     try:
-        if args.resume:
+        if args.resume:  # the run's own arguments, unless they are given anew
             if not Path(args.resume, "checkpoint.pt").exists():
                 raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
             config = json.loads(Path(args.resume, "config.json").read_text())
             if config["script"] != SCRIPT:
                 raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
-            args = tyro.cli(Args, default=Args(**config["args"]))  # what is given now overrides
+            args = tyro.cli(Args, default=Args(**config["args"]))
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:
         line = str(error).partition("\n")[0]
