@@ -371,11 +371,6 @@ def average(value, device) -> float:
     return total.item() / WORLD_SIZE
 
 
-def any_process(flag, device) -> bool:
-    """Whether the flag is set in any process."""
-    return average(flag, device) > 0
-
-
 def own_seed(seed, iteration) -> int:
     """seed_all, with another number in each process, so that no two play the same games."""
     return seed_all(seed, iteration * WORLD_SIZE + RANK)
@@ -412,7 +407,8 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     next_obs = torch.tensor(envs.reset(seed=seed)[0], device=device)
     check_parts(args, envs, q_network(next_obs))
     score = np.zeros(num_envs)  # points so far in each environment's game
-    with closing(envs), start_run(args, folder, device, bfloat16, saved) as run:
+    writer = Run(args, folder, device, bfloat16, saved) if RANK == 0 else Follower()  # torchrun
+    with closing(envs), writer as run:
         finished = global_step >= args.total_timesteps
         while not finished:
             iteration += 1
@@ -529,7 +525,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                 "losses/grad_norm": grad_norm.item(),
             }
             run.log(row)
-            interrupted = any_process(run.interrupted, device)  # torchrun: all stop together
+            interrupted = average(run.interrupted, device) > 0  # torchrun: all stop together
             finished = global_step >= args.total_timesteps or interrupted
             if finished or time.perf_counter() >= run.save_at:
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
@@ -761,11 +757,6 @@ class Follower(AbstractContextManager):
 
     def __exit__(self, kind, error, traceback):
         """There is nothing to undo."""
-
-
-def start_run(args, folder, device, bfloat16, saved):
-    """The first process gets a Run, which writes; the others get a Follower."""
-    return Run(args, folder, device, bfloat16, saved) if RANK == 0 else Follower()
 
 
 def launch(Args=Args, **parts):

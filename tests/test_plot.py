@@ -89,14 +89,6 @@ def test_kl_is_drawn_where_it_drives_l(tmp_path):
     assert limits_of(figure.axes[1]) == {0.05, 0.95}
 
 
-def test_fixed_runs_have_no_limits(tmp_path):
-    _, divergence, length = axes_of(tmp_path / "a", HEADER + ROWS, adapt_rollout=False)
-    assert not limits_of(divergence) and not limits_of(length)
-
-
-# --- Little data: what a new user draws first ---
-
-
 def test_the_runs_of_results_are_read(tmp_path):
     """Also those of early versions, whose options were others."""
     for archive in ROOT.glob("results/*/*.tar.gz"):
@@ -109,8 +101,7 @@ def test_the_runs_of_results_are_read(tmp_path):
 
 
 def test_a_run_in_progress_is_drawn(tmp_path):
-    run = make_run(tmp_path / "run", HEADER + ROWS + "254,4.0,6")
-    assert plot.read_run(run).columns["global_step"].tolist() == [64, 128, 190]
+    run = make_run(tmp_path / "run")
     first = make_run(tmp_path / "first row", HEADER + ROWS.splitlines(keepends=True)[0])
     out = end_of(start(TOOL, run, first, "--out", tmp_path / "a.png"))
     assert out == (f"{tmp_path}/a.png\n", "")
@@ -149,53 +140,38 @@ def test_games_have_names_that_people_use():
     assert {env_id: plot.title(env_id) for env_id in names} == names
 
 
-def legend_of(folders):
-    (legend,) = plot.draw([plot.read_run(folder) for folder in folders]).legends
-    return legend.get_texts()
-
-
-def test_the_legend_names_each_run(tmp_path):
-    runs = []
-    for name, seed in (("a", 1), ("b", 2), ("c", 2)):
-        runs.append(make_run(tmp_path / name, seed=seed))
-    names = [text.get_text() for text in legend_of(runs[:2])]
-    assert names == [f"Space Invaders, PQN with ABS, seed {seed}" for seed in (1, 2)]
-    names = [text.get_text() for text in legend_of(runs[1:])]  # equal but for their folders
-    assert names == [str(run) for run in runs[1:]]
-
-
 # --- What is refused ---
 
 
+@pytest.mark.parametrize("script, column", [("pqn_abs.py", "behavioral"), ("ppo_abs.py", "kl")])
+def test_an_empty_panel_says_what_is_missing(script, column, tmp_path):
+    metrics = HEADER.replace("behavioral", column) + "256,,32,\n512,,32,\n"
+    returns, divergence, length = axes_of(tmp_path / "a", metrics, script=script)
+    assert words_in(returns) == ["no episode has ended yet"]
+    assert words_in(divergence) == ["not measured yet"]
+    assert not words_in(length) and lines_of(length) == [[[256, 32], [512, 32]]]
+
+
 @pytest.mark.parametrize(
-    "metrics, config, says",
+    "bad, out, says",
     [
-        (None, None, "No such file"),
-        (HEADER + "64,1.0", None, "no data"),
-        (HEADER + ROWS, "{", "Expecting"),
-        (HEADER + ROWS, "[]", "not a run's"),
+        ("empty", "plot.png", "No such file"),
+        ("header", "plot.png", "no data"),
+        ("tokens", "plot.png", "results/p3o_tokens/figure.py"),
+        ("good", "plot.jpg", "must end in .png, .svg or .pdf"),
+        ("good", "nowhere/plot.png", "No such file"),
     ],
 )
-def test_what_is_no_run_is_refused(tmp_path, metrics, config, says):
-    runs = make_run(tmp_path / "good"), make_run(tmp_path / "bad", metrics, config)
-    with pytest.raises((OSError, ValueError), match=says):
-        plot.main(plot.Args(runs, tmp_path / "plot.png"))
-    assert not (tmp_path / "plot.png").exists()
-
-
-def refusal(*words, **options):
-    """The one line of a command that is refused."""
-    out, error = end_of(start(TOOL, *words, **options), status=2)
-    assert (out, error.count("\n")) == ("", 1), error
-    assert error.startswith("plot.py: ")
-    return error
-
-
-def test_a_run_of_p3o_tokens_has_no_episodes(tmp_path):
-    config = json.dumps({"script": "p3o_tokens.py", "args": {"loss": "p3o", "seed": 1}})
-    line = refusal(make_run(tmp_path / "tokens", HEADER + ROWS, config))
-    assert "p3o_tokens.py, which has no episodes" in line
-    assert "results/p3o_tokens/figure.py" in line
+def test_bad_input_is_one_line(tmp_path, bad, out, says):
+    make_run(tmp_path / "good")
+    (tmp_path / "empty").mkdir()
+    make_run(tmp_path / "header", HEADER)
+    make_run(tmp_path / "tokens", script="p3o_tokens.py")
+    words = tmp_path / "good", tmp_path / bad, "--out", tmp_path / out
+    output, error = end_of(start(TOOL, *words), status=2)
+    assert (output, error.count("\n")) == ("", 1)
+    assert error.startswith("plot.py: ") and says in error
+    assert not (tmp_path / out).exists()
 
 
 def small_files():
@@ -205,39 +181,11 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_on_a_full_disk_the_old_picture_stays(suffix, tmp_path):
+def test_on_a_full_disk_the_old_picture_stays(tmp_path):
     run = make_run(tmp_path / "run")
-    out = tmp_path / f"old.{suffix}"
+    out = tmp_path / "old.svg"
     out.write_text("kept")
     before = set(tmp_path.iterdir())
-    assert "File too large" in refusal(run, "--out", out, preexec_fn=small_files)
+    error = end_of(start(TOOL, run, "--out", out, preexec_fn=small_files), status=2)[1]
+    assert "File too large" in error and error.count("\n") == 1
     assert out.read_text() == "kept" and set(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("script, column", [("pqn_abs.py", "behavioral"), ("ppo_abs.py", "kl")])
-def test_an_empty_panel_says_what_is_missing(script, column, tmp_path):
-    metrics = HEADER.replace("behavioral", column) + "256,,32,\n512,,32,\n"
-    returns, divergence, length = axes_of(tmp_path / "a", metrics, script=script)
-    assert words_in(returns) == ["no episode has ended yet"]
-    assert words_in(divergence) == ["not measured yet: it is measured every 7 iterations"]
-    assert not words_in(length) and lines_of(length) == [[[256, 32], [512, 32]]]
-
-
-@pytest.mark.parametrize("out", ["nowhere/plot.png", "plot.txt", "plot", "plot.jpg", "folder.png"])
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path, out):
-    run = make_run(tmp_path / "run")
-    (tmp_path / "folder.png").mkdir()
-    refusal(run, "--out", tmp_path / out)
-
-
-def test_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name at least one"):
-        plot.main(plot.Args((), tmp_path / "plot.png"))
-
-
-def test_the_tool_is_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "run")
-    process = start(TOOL, "run", env={"PYTHONPATH": ""})
-    assert end_of(process)[0] == "run/plot.png\n" and Path("run/plot.png").exists()

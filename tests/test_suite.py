@@ -118,13 +118,6 @@ def test_a_real_script_is_run_to_its_end_and_not_again():
     assert not suite.is_done(Path("runs/a__x-y__7"))
 
 
-def test_runs_are_played_once(capsys):
-    assert run("g", "h", seeds=(1, 2), arms=("a=", "b=--total-timesteps 50"), jobs=3) == 0
-    assert steps("a__g__1") == [10, 20, 30]
-    assert steps("b__h__2") == [10, 20, 30, 40, 50]
-    assert "a__g__1: done" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("own, says", [(None, max(1, os.cpu_count() // 2)), ("7", 7)])
 def test_runs_at_once_share_the_cores(own, says, monkeypatch):
     if own:
@@ -144,38 +137,26 @@ def test_a_failing_run_does_not_stop_the_others(capsys):
 # --- Going on ---
 
 
-def make_folder(step, checkpoint, row_end="\n"):
-    """The folder of abs__g__1 at a step of 30."""
+@pytest.mark.parametrize(
+    "step, checkpoint, expected",
+    [(30, False, [10, 30]), (20, True, [10, 20, 30]), (20, False, [10, 20, 30])],
+)
+def test_a_run_is_left_alone_or_resumes_or_starts_anew(step, checkpoint, expected):
+    """A complete run is left alone, even without its checkpoint."""
     folder = Path("runs/abs__g__1")
     folder.mkdir(parents=True)
     args = {"total_timesteps": 30, "env_id": "g"}
     (folder / "config.json").write_text(json.dumps({"args": args}))
-    (folder / "metrics.csv").write_text(f"charts/SPS,global_step\n1.5,10\n1.5,{step}{row_end}")
+    (folder / "metrics.csv").write_text(f"charts/SPS,global_step\n1.5,10\n1.5,{step}\n")
     if checkpoint:
         (folder / "checkpoint.pt").write_text(json.dumps([step, args]))
-
-
-def test_a_complete_run_is_left_alone_even_without_its_checkpoint():
-    make_folder(30, checkpoint=False)
     assert run("g") == 0
-    assert steps("abs__g__1") == [10, 30]
-
-
-def test_a_torn_last_row_does_not_count():
-    make_folder(30, checkpoint=True, row_end="")
-    assert not suite.is_done(Path("runs/abs__g__1"))
-
-
-def test_an_unfinished_run_resumes():
-    make_folder(20, checkpoint=True)
-    assert run("g") == 0
-    assert steps("abs__g__1") == [10, 20, 30]
-
-
-def test_a_run_without_a_checkpoint_starts_anew():
-    make_folder(20, checkpoint=False)
-    assert run("g") == 0
-    assert steps("abs__g__1") == [10, 20, 30]
+    assert steps("abs__g__1") == expected
+    came_from = 20 if checkpoint else 0
+    log = Path("runs/abs__g__1.log")
+    assert log.exists() == (step < 30)
+    if step < 30:
+        assert log.read_text().endswith(f"from {came_from}\n")
 
 
 # --- Being stopped ---
@@ -238,9 +219,7 @@ def test_a_run_that_outlives_a_killed_suite_is_not_started_twice():
         ({"scripts": ("nowhere.py",)}, "there is no script nowhere.py"),
         ({"arms": ("a=nowhere.py --x",)}, "there is no script nowhere.py"),
         ({"arms": ("abs",)}, "NAME=FLAGS"),
-        ({"arms": ("=--track",)}, "NAME=FLAGS"),
         ({"arms": ("a/b=",)}, "NAME=FLAGS"),
-        ({"arms": ("a=", "a=--track")}, "a__g__1 comes twice"),
         ({"arms": ("a=--seed 3",)}, "--seed is for the suite to set"),
         ({"arms": ("a=--run_name=x",)}, "--run_name=x is for the suite to set"),
         ({"seeds": (1, 1)}, "abs__g__1 comes twice"),

@@ -78,17 +78,6 @@ def test_a_continuous_policy_sees_scaled_observations_and_stays_in_its_space():
     assert act(np.array([[11.0], [20.0], [9.5]])).tolist() == [[1], [2], [-0.5]]
 
 
-# --- What it says while it plays ---
-
-
-def test_it_does_not_play_in_silence(minatar_run):
-    """The bar is there before the first game has ended, and counts games."""
-    process = start(TOOL, minatar_run, "--episodes", "3")
-    out, error = end_of(process)
-    assert "0step [" in error and "3 of 3 games" in error.splitlines()[-1]
-    assert len(out.splitlines()) == 2
-
-
 # --- Whose game and network ---
 
 PARTS = {
@@ -172,43 +161,16 @@ def test_a_continuous_run_is_watched_with_its_moments(tmp_path):
     assert abs(float(out.partition("mean ")[2].partition(",")[0]) - score) < 0.1
 
 
-def test_a_video_with_its_agent_beside_it(minatar_run, tmp_path):
-    end_of(start(TOOL, minatar_run, "--episodes", "1", "--video", tmp_path / "a.gif"))
+def test_a_video_of_the_first_environments_first_game(minatar_run, tmp_path):
+    """And a progress bar before the first game has ended."""
+    process = start(TOOL, minatar_run, "--episodes", "3", "--video", tmp_path / "a.gif")
+    out, error = end_of(process)
+    assert "0/3 [" in error and "3/3 [" in error
+    agent = json.loads(out.splitlines()[0])
+    assert (agent["script"], agent["env_id"]) == ("minatar_abs.py", "breakout")
     with Image.open(tmp_path / "a.gif") as film:
         assert film.size == (420, 420)
         assert 3 < film.n_frames <= watch.LONGEST
-    agent = json.loads((tmp_path / "a.txt").read_text())
-    assert (agent["script"], agent["env_id"]) == ("minatar_abs.py", "breakout")
-    assert agent["global_step"] >= 1024 and agent["adapt_rollout"] is True
-    assert {path.name for path in tmp_path.iterdir()} == {"a.gif", "a.txt"}
-
-
-def test_the_film_ends_with_the_first_environments_first_game(monkeypatch):
-    monkeypatch.setattr(watch, "picture", lambda envs, observations: len(envs.steps))
-    film = []
-    envs = FakeEnvs(2)
-    watch.play(envs, lambda obs: np.ones(2, int), watch.Args(Path(), episodes=6), film)
-    first = next(t for t, step in enumerate(envs.steps) if step.over[0])
-    assert film == list(range(first + 1))
-
-
-def test_an_atari_game_is_filmed_through_the_wrapper():
-    envs = pqn_abs.make_envs(pqn_abs.Args(num_envs=1))
-    observations, _ = envs.reset(seed=1)
-    frame = watch.picture(envs, observations)
-    assert frame.shape == (420, 420) and (frame[::5, ::5] == observations[0, -1]).all()
-    envs.close()
-
-
-# --- What is refused ---
-
-
-def refusal(run, *words):
-    """The one line of a run that is refused, without the progress bar."""
-    _, error = end_of(start(TOOL, run, *words), status=2)
-    (line,) = error.splitlines()
-    assert line.startswith("watch.py: ")
-    return line
 
 
 @pytest.mark.parametrize(
@@ -217,13 +179,11 @@ def refusal(run, *words):
         (["--episodes", "0"], "--episodes must be at least 1"),
         (["--video", "a.avi"], "--video end in .gif"),
         (["--video", "nowhere/a.gif"], "--video nowhere/a.gif: there is no such folder"),
+        ([], "a run of p3o_tokens.py, which has no environments"),
     ],
 )
-def test_bad_options_are_one_line(words, says, cartpole):
-    assert says in refusal(cartpole, *words)
-
-
-def test_a_run_of_p3o_tokens_has_no_episodes(tmp_path):
+def test_bad_input_is_one_line(words, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"script": "p3o_tokens.py", "args": {}}))
-    line = refusal(tmp_path)
-    assert line.endswith("a run of p3o_tokens.py, which has no episodes of an environment")
+    out, error = end_of(start(TOOL, tmp_path, *words), status=2)
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith("watch.py: ") and says in error

@@ -35,13 +35,11 @@ class Args:
 
 
 def packed_metrics(path: Path, thin: bool) -> str:
-    written = path.read_text()
-    whole_rows = written[: written.rfind("\n") + 1]  # a kill may tear the last row
-    table = csv.DictReader(whole_rows.splitlines())
-    rows = list(table)
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
     if not rows:
         raise ValueError(f"{path} has no rows yet")
-    names = [name for name in table.fieldnames if not name.startswith(LEFT_OUT)]
+    names = [name for name in rows[0] if not name.startswith(LEFT_OUT)]
     if thin:
         last = rows[-1]
         rows = [row for row in rows if row.get(plot.DIVERGENCE) or row.get(plot.KL) or row is last]
@@ -75,13 +73,14 @@ def main(args) -> None:
         name = f"{args.archive.name.removesuffix('.tar.gz')}/{run.relative_to(args.runs)}"
         files[f"{name}/config.json"] = packed_config(run / "config.json")
         files[f"{name}/metrics.csv"] = packed_metrics(run / "metrics.csv", args.thin)
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    with (
+        gzip.GzipFile(args.archive, "wb", mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
         for name, text in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(text.encode())
             archive.addfile(member, io.BytesIO(text.encode()))
-    plot.write(args.archive, gzip.compress(packed.getvalue(), mtime=0))
     unfinished = len(runs) - sum(map(is_done, runs))
     print(f"{args.archive}: {len(runs)} runs, {unfinished} of them unfinished")
 

@@ -5,11 +5,12 @@
 A run in progress is drawn as far as it is. tools/report.py compares finished runs, with intervals.
 """
 
-import io
+import csv
 import json
 import os
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +57,14 @@ def fail(error) -> None:
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
     """The columns of a metrics.csv, by name."""
-    text = path.read_text()
-    lines = text[: text.rfind("\n") + 1].splitlines()  # a run in progress may have a torn last row
-    if len(lines) < 2:
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
         raise ValueError(f"{path} has no data yet")
-    table = []
-    for line in lines[1:]:
-        table.append([float(cell or "nan") for cell in line.split(",")])
-    columns = dict(zip(lines[0].split(","), np.array(table).T, strict=True))
-    columns.setdefault(DIVERGENCE, np.full(len(table), np.nan))
+    columns = {}
+    for name in rows[0]:
+        columns[name] = np.array([float(row[name] or "nan") for row in rows])
+    columns.setdefault(DIVERGENCE, np.full(len(rows), np.nan))
     return columns
 
 
@@ -77,14 +77,10 @@ def title(env_id: str) -> str:
 
 def read_run(folder: Path) -> Run:
     """A run, finished or not."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    if not isinstance(config, dict) or not {"script", "args"} <= config.keys():
-        raise ValueError(f"{path} is not a run's")
+    config = json.loads((folder / "config.json").read_text())
     args = config["args"] | {"script": Path(config["script"]).stem}
     if args["script"] == "p3o_tokens":
-        what = "a run of p3o_tokens.py, which has no episodes of an environment"
-        raise ValueError(f"{path}: {what}; results/p3o_tokens/figure.py draws such runs")
+        raise ValueError(f"{folder}: results/p3o_tokens/figure.py draws runs of p3o_tokens.py")
     algorithm = args["script"].partition("_")[0].upper()
     if algorithm not in ("PPO", "P3O"):
         algorithm = "PQN"  # of gns_baseline.py and the examples, too
@@ -112,12 +108,8 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     axis.margins(y=0.12)
     values = np.concatenate([line.get_ydata() for line in axis.lines])
     if not np.isfinite(values).any():
-        missing = "no episode has ended yet"
-        if column in (KL, DIVERGENCE):
-            often = min(run.args.get("adapt_frequency", 1) for run in runs if run.signal == column)
-            missing = f"not measured yet: it is measured every {often} iterations"
+        missing = "no episode has ended yet" if column == RETURN else "not measured yet"
         axis.text(0.5, 0.5, missing, ha="center", va="center", transform=axis.transAxes)
-        axis.set_yticks([])
         return
     if column == LENGTH:
         axis.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
@@ -166,26 +158,24 @@ def draw(runs: list[Run]) -> plt.Figure:
     return figure
 
 
-def save(figure: plt.Figure, path: Path) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:], dpi=160)
-    plt.close(figure)
-    if path.suffix == ".png":  # with 128 colours it has a third of the size
-        image = Image.open(picture).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-        picture = io.BytesIO()
-        image.save(picture, "PNG", optimize=True)
-    write(path, picture.getvalue())
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a whole file. On a full disk, what was there before stays."""
-    beside = path.with_name(f"{path.name}.tmp")
+@contextmanager
+def replacing(path: Path):
+    """A path to write to, which then replaces this one: on a full disk, what was there stays."""
+    beside = path.with_name(f"tmp-{path.name}")
     try:
-        beside.write_bytes(data)
+        yield beside
         os.replace(beside, path)
-    except OSError:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=160)
+        plt.close(figure)
+        if path.suffix == ".png":  # with 128 colours it has a third of the size
+            image = Image.open(beside).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+            image.save(beside, optimize=True)
 
 
 def main(args: Args) -> None:

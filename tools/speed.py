@@ -74,9 +74,9 @@ def measure(commands, args):
 
 
 def read_rows(folder) -> list[tuple[int, float]]:
-    """Step and seconds of each row of a run's metrics.csv, as far as it is written."""
+    """Step and seconds of each row of a run's metrics.csv."""
     text = "".join(path.read_text() for path in folder.glob("*/metrics.csv"))
-    table = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    table = csv.DictReader(text.splitlines())
     return [(int(row["global_step"]), float(row["charts/seconds"])) for row in table]
 
 

@@ -14,6 +14,7 @@ on as it began: other options need another arm's name. Ctrl-C lets each run fini
 save; a second one ends all at once. The exit status is 0 if all are done. For Linux and macOS.
 """
 
+import csv
 import fcntl
 import json
 import os
@@ -73,11 +74,9 @@ def list_runs(args) -> dict[Path, list[str]]:
 def is_done(folder) -> bool:
     try:
         config = json.loads((folder / "config.json").read_text())
-        text = (folder / "metrics.csv").read_text()
-        header, *rows = text[: text.rindex("\n")].splitlines()  # a kill may tear the last one
-        row = dict(zip(header.split(","), rows[-1].split(","), strict=True))
-        return int(row["global_step"]) >= config["args"]["total_timesteps"]
-    except (FileNotFoundError, ValueError, IndexError):
+        rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+        return int(rows[-1]["global_step"]) >= config["args"]["total_timesteps"]
+    except (FileNotFoundError, IndexError):
         return False  # no row yet
 
 

@@ -40,39 +40,27 @@ def definitions(source: str, script: str = "") -> dict[str, tuple[int, int]]:
     return places
 
 
-def synchronise(sources: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The sources with their owners' text in them, and what had drifted, one line each."""
+def main(words: list[str]) -> int:
+    if words not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
     originals = {}
-    synced = {}
-    drifted = []
-    for script, source in sources.items():
+    drifted = False
+    for script in SCRIPTS:
+        source = (ROOT / script).read_text(encoding="utf-8")
         lines = source.splitlines(keepends=True)
-        places = definitions(source, script)
-        for name, (start, end) in reversed(places.items()):  # from the bottom up
+        for name, (start, end) in reversed(definitions(source, script).items()):  # bottom up
             if name in OWN or (name, script) in EXCEPTIONS:
                 continue
             own = "".join(lines[start:end])
             owner, text = originals.setdefault(name, (script, own))
             if own != text:
                 lines[start:end] = [text]
-                drifted.append(f"{script}: {name} is not as in {owner}")
-        synced[script] = "".join(lines)
-    return synced, drifted
-
-
-def main(words: list[str]) -> int:
-    if words not in ([], ["--check"]):
-        print(__doc__, file=sys.stderr)
-        return 2
-    sources = {script: (ROOT / script).read_text(encoding="utf-8") for script in SCRIPTS}
-    synced, drifted = synchronise(sources)
-    for line in drifted:
-        print(line if words else f"{line}: overwritten")
-    if words:
-        return int(bool(drifted))
-    for script, source in synced.items():
-        (ROOT / script).write_text(source, encoding="utf-8", newline="\n")
-    return 0
+                drifted = True
+                print(f"{script}: {name} is not as in {owner}{'' if words else ': overwritten'}")
+        if not words:
+            (ROOT / script).write_text("".join(lines), encoding="utf-8", newline="\n")
+    return int(drifted and bool(words))
 
 
 if __name__ == "__main__":

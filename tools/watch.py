@@ -10,12 +10,11 @@ until the time limit. How many games each of the parallel environments plays is 
 the first to end would be the short ones.
 
 The video shows the first environment's first game, up to a minute of it, Atari as the agent sees
-it. The .txt beside it says which agent it is. On Linux without a screen, MuJoCo draws with
-MUJOCO_GL=egl; where that fails, set MUJOCO_GL=osmesa.
+it. On Linux without a screen, MuJoCo draws with MUJOCO_GL=egl; where that fails, set
+MUJOCO_GL=osmesa.
 """
 
 import importlib
-import io
 import json
 import os
 import sys
@@ -60,15 +59,16 @@ def find_parts(name: str) -> dict:
 
 
 def load_run(args):
-    """Its environments, what acts in them, and which agent it is."""
+    """Its environments, and what acts in them. Prints which agent it is."""
     config = json.loads((args.run / "config.json").read_text())
     parts = find_parts(config["script"])
     if "make_envs" not in parts:
-        raise ValueError(f"a run of {config['script']}, which has no episodes of an environment")
+        raise ValueError(f"a run of {config['script']}, which has no environments")
     run = parts["Args"](**config["args"])
     checkpoint = torch.load(args.run / "checkpoint.pt", map_location="cpu", weights_only=True)
     agent = {"script": config["script"], "env_id": run.env_id, "seed": run.seed}
     agent |= {"global_step": checkpoint["global_step"], "adapt_rollout": run.adapt_rollout}
+    print(json.dumps(agent), flush=True)
     run.num_envs = min(10, args.episodes)  # that play in parallel
     envs = parts["make_envs"](run)
     sizes = [run.size] if hasattr(run, "size") else []  # pqn_abs_xl.py
@@ -78,7 +78,7 @@ def load_run(args):
     if "observations" in checkpoint:  # ppo_abs_continuous.py scales by moments, frozen here
         normalizer = parts["Normalizer"](envs, run.gamma)
         normalizer.observations.load_state_dict(checkpoint["observations"])
-    return envs, make_actor(envs.single_action_space, network, normalizer), agent
+    return envs, make_actor(envs.single_action_space, network, normalizer)
 
 
 def make_actor(space, network, normalizer=None):
@@ -120,8 +120,7 @@ def play(envs, act, args, film=None) -> list[float]:
     observations, _ = envs.reset(seed=1)
     score = np.zeros(num_envs)
     frames_left = 0 if film is None else LONGEST
-    interval = 0.1 if sys.stderr.isatty() else 60  # seconds from one drawing of the bar to the next
-    with tqdm(unit="step", mininterval=interval) as bar:
+    with tqdm(total=args.episodes, unit="game") as bar:
         while len(scores) < args.episodes:
             if frames_left > 0:
                 film.append(picture(envs, observations))
@@ -133,11 +132,10 @@ def play(envs, act, args, film=None) -> list[float]:
                 if planned[i] > 0:
                     planned[i] -= 1
                     scores.append(float(score[i]))
+                    bar.update()
             if ended[0]:
                 frames_left = 0
             score[ended] = 0
-            bar.set_postfix_str(f"{len(scores)} of {args.episodes} games", refresh=False)
-            bar.update()
     return scores
 
 
@@ -149,16 +147,14 @@ def main(args):
             raise ValueError(f"--video {args.video}: there is no such folder")
         if sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")
-    envs, act, agent = load_run(args)
-    print(json.dumps(agent), flush=True)
+    envs, act = load_run(args)
     film = [] if args.video else None
     scores = np.array(play(envs, act, args, film))
     if args.video:
         first, *others = map(Image.fromarray, film)
-        file, look = io.BytesIO(), {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
-        first.save(file, "GIF", save_all=True, append_images=others, **look)
-        plot.write(args.video, file.getvalue())
-        args.video.with_suffix(".txt").write_text(json.dumps(agent) + "\n")
+        look = {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
+        with plot.replacing(args.video) as beside:
+            first.save(beside, save_all=True, append_images=others, **look)
     games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
     text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
