@@ -4,7 +4,7 @@
 #     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
 """P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its trust region.
-
+"""P3O on Atari, in one file: the batch sets its trust region. ABS is an option.
 P3O [arXiv 2605.12380] is a policy gradient without a clip range. An iteration plays L steps in each
 of E environments and learns from them in several epochs. So the policy π_θ moves away from π_b, the
 policy that played. With --replay-rollouts, π_b is older still. The ratios ρ of the two policies in
@@ -16,19 +16,18 @@ a mini-batch of N samples give e_B, its effective sample size as a share of N:
 
 sg(x) is the number x, without its gradient; e_B has no gradient either. While both policies are
 equal, e_B is 1, and this is the plain policy gradient. The more unequal the ratios are, the lower
-the cap e_B on them becomes, and the more strongly π_θ is pulled back to π_b. The capped weights of
-a mini-batch add up to N e_B at most: it never counts for more samples than it is worth. A capped
-sample keeps a gradient, where PPO's clip leaves none. Cap and pull have no number to tune.
+the cap e_B on them becomes, and the more strongly π_θ is pulled back to π_b. A capped sample keeps
+a gradient, where PPO's clip leaves none. Cap and pull have no number to tune.
 
-ABS [arXiv 2605.21557] adapts L to the policy: mean_kl_divergence and rollout_length have its
-equations. A volatile policy gets short rollouts, and so small batches; a stable policy gets long
-rollouts and large batches. "ABS" marks the lines for it in main. It is off without --adapt-rollout,
-because nobody has published P3O with ABS. L_min, L_max, δ_min and δ_max are those of ppo_abs.py,
-not tuned for P3O.
+--adapt-rollout adds ABS [arXiv 2605.21557], which adapts L to the policy: a volatile policy gets
+short rollouts, and so small batches; a stable policy gets long rollouts and large batches. The
+equations stand at mean_kl_divergence and rollout_length, and "ABS" marks the lines in main. It is
+off by default, because nobody has published P3O with ABS. L_min, L_max, δ_min and δ_max are those
+of ppo_abs.py, not tuned for P3O.
 
 One GPU:
     python p3o_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop without a GPU, on one thread, because other programs would slow down two:
+A laptop without a GPU, on one thread:
     OMP_NUM_THREADS=1 python p3o_abs.py --total-timesteps 300000
 Learn from the last 4 rollouts, too:
     python p3o_abs.py --replay-rollouts 4
@@ -37,11 +36,12 @@ P3O with ABS:
 Continue a run after Ctrl-C or a crash (it starts without rollouts to replay):
     python p3o_abs.py --resume runs/...
 Your own environment, network or rule for L: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py.
+launch().
 """
 
 import copy
 import ctypes
+import difflib
 import json
 import math
 import os
@@ -75,7 +75,7 @@ class Args:
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
-    total_timesteps: int = 10_000_000  # [T_total] environment steps, of 4 frames each
+    total_timesteps: int = 10_000_000  # [T_total] steps, of 4 frames each; 1_000_000, not 1e6
     num_envs: int = 8  # [E] environments in parallel
     learning_rate: float = 2.5e-4  # learning rate of Adam
     anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
@@ -208,8 +208,10 @@ def make_envs(args: Args):
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
+        games = [name for name in gymnasium.registry if name.endswith("NoFrameskip-v4")]
+        (near,) = difflib.get_close_matches(args.env_id, games, n=1, cutoff=0)
         why = "not an Atari game, or it skips frames at random"
-        raise UsageError(f"--env-id {args.env_id}: {why}; try BreakoutNoFrameskip-v4")
+        raise UsageError(f"--env-id {args.env_id}: {why}; did you mean {near}?")
     tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -309,7 +311,7 @@ def p3o_loss(log_pi, log_behavior, actions, advantages):
 
 
 def joined(rollouts):
-    """The tensors (L, E, ...) of several rollouts, name by name in one tensor (N, ...)."""
+    """One batch of several rollouts: under each name, their tensors (L, E, ...) as one (N, ...)."""
     batch = {}
     for name in rollouts[0]:
         parts = [rollout[name] for rollout in rollouts]
@@ -385,7 +387,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
     next_obs = torch.tensor(envs.reset(seed=env_seed)[0], device=device)
     check_policy(args, envs, network(next_obs))
     score = np.zeros(num_envs)  # points so far in each environment's game
-    rollouts = deque(maxlen=1 + args.replay_rollouts)  # newest first; the oldest one falls out
+    rollouts = deque(maxlen=1 + args.replay_rollouts)  # the oldest one falls out
     with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
         finished = global_step >= args.total_timesteps
         while not finished:
@@ -419,7 +421,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     log_behavior.append(log_pi)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # EpisodicLife presses FIRE after a lost life
+                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
                         actions[t] = torch.tensor(info["executed_actions"])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
@@ -470,7 +472,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     optimizer.step()
                     updates += 1
             network.eval()
-            if not grad_norm.isfinite():  # a NaN in an observation or a reward reaches it, too
+            # A NaN in an observation, a reward or a weight spreads to this last gradient.
+            if not grad_norm.isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
 
             # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
@@ -532,12 +535,11 @@ def check_args(args):
     limits = [
         (0, math.inf, "seed ent_coef vf_coef replay_rollouts"),
         (1, math.inf, "total_timesteps num_envs num_steps rollout_min update_epochs"),
-        (1, math.inf, "adapt_frequency reference_states"),
+        (1, math.inf, "adapt_frequency reference_states num_minibatches"),
         (1e-9, math.inf, "max_grad_norm checkpoint_every delta_min"),
         (0, 1, "gamma gae_lambda beta learning_rate"),
         (args.delta_min * 1.001, 1000, "delta_max"),
         (args.rollout_min, math.inf, "rollout_max"),
-        (1, args.num_envs * shortest, "num_minibatches"),  # at most the smallest batch
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
@@ -545,6 +547,8 @@ def check_args(args):
         for name in names.split():
             if not low <= getattr(args, name) <= high:  # refuses NaN, too
                 raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if args.num_minibatches > args.num_envs * shortest:
+        raise UsageError("--num-minibatches must be at most the samples of the shortest rollout")
 
 
 def check_policy(args, envs, outputs):

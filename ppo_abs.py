@@ -11,7 +11,7 @@ clipped, so that the epochs do not carry π_θ far from π_b, the policy that pl
 
 ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it measures how far the
 updates moved the policy: δ_π is the mean KL divergence in M states of the rollout. With θ_old, the
-network before these updates, and θ, the network after them:
+network before these updates (its policy is π_b), and θ, the network after them:
 
     δ_π = (1/M) Σ_i KL( π_θold(·|s_i) ‖ π_θ(·|s_i) )
     α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)      0: stable, 1: volatile
@@ -19,7 +19,8 @@ network before these updates, and θ, the network after them:
     L_adapt ← (1 - β) L_adapt + β L',    L = round(L_adapt),    batch |B| = E L
 
 A volatile policy gets short rollouts, and so small batches. A stable policy gets long rollouts and
-large batches, and fewer gradient steps per environment step. "ABS" marks the lines for it in main.
+large batches. The number of mini-batches is fixed, so it also gets fewer gradient steps per
+environment step. In main, "ABS" marks its lines.
 
 The paper has no numbers for PPO on Atari. L_min and L_max are half and twice PPO's usual 128 steps.
 δ_min and δ_max come from plain PPO on four games, whose δ_π lay between them in 90% of the
@@ -28,18 +29,19 @@ the policy does, because δ_π falls with the learning rate.
 
 One GPU:
     python ppo_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop without a GPU, on one thread, because other programs would slow down two:
+A laptop without a GPU, on one thread; a short run measures more often:
     OMP_NUM_THREADS=1 python ppo_abs.py --adapt-frequency 3 --total-timesteps 300000
 Plain PPO, with L = 128 throughout:
     python ppo_abs.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     python ppo_abs.py --resume runs/...
 Your own environment, network or rule for L: pass make_envs, ActorCritic or rollout_length to
-launch(), as the files in examples/ do with pqn_abs.py.
+launch().
 """
 
 import copy
 import ctypes
+import difflib
 import json
 import math
 import os
@@ -73,7 +75,7 @@ class Args:
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the sampled actions and the environments
-    total_timesteps: int = 10_000_000  # [T_total] environment steps, of 4 frames each
+    total_timesteps: int = 10_000_000  # [T_total] steps, of 4 frames each; 1_000_000, not 1e6
     num_envs: int = 8  # [E] environments in parallel
     learning_rate: float = 2.5e-4  # learning rate of Adam
     anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
@@ -206,8 +208,10 @@ def make_envs(args: Args):
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
+        games = [name for name in gymnasium.registry if name.endswith("NoFrameskip-v4")]
+        (near,) = difflib.get_close_matches(args.env_id, games, n=1, cutoff=0)
         why = "not an Atari game, or it skips frames at random"
-        raise UsageError(f"--env-id {args.env_id}: {why}; try BreakoutNoFrameskip-v4")
+        raise UsageError(f"--env-id {args.env_id}: {why}; did you mean {near}?")
     tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -235,10 +239,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     errors = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
-    next_advantage = torch.zeros_like(values[0])
+    advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        next_advantage = errors[t] + gamma * gae_lambda * goes_on[t] * next_advantage
-        advantages[t] = next_advantage
+        advantage = errors[t] + gamma * gae_lambda * goes_on[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
@@ -250,7 +254,7 @@ def normalize(advantages):
 
 def log_policy(logits):
     """log π(·|s) (N, A) in float32, from logits (N, A)."""
-    # A masked action's -inf would make 0 times inf a NaN.
+    # A masked action has -inf. In Σ_a π log π, 0 times -inf would be a NaN.
     return logits.float().log_softmax(-1).clamp(min=-1e9)
 
 
@@ -261,8 +265,8 @@ def policy_and_value(network, states):
 
 
 def sampled_actions(log_pi):
-    """Actions a ~ π(·|s) (N,), from log π(·|s) (N, A). Lets a NaN pass: main ends the run."""
-    probabilities = log_pi.exp().nan_to_num(1)
+    """Actions a ~ π(·|s) (N,), from log π(·|s) (N, A)."""
+    probabilities = log_pi.exp().nan_to_num(1)  # main ends the run after a NaN, and says so
     return torch.multinomial(probabilities, 1).squeeze(1)
 
 
@@ -398,7 +402,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     actions[t] = sampled_actions(log_pi)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # EpisodicLife presses FIRE after a lost life
+                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
                         actions[t] = torch.tensor(info["executed_actions"])
                     log_probs[t] = log_prob_of(log_pi, actions[t])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
@@ -441,7 +445,7 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     with autocast:
                         log_pi, new_values = policy_and_value(network, b_obs[mb])
                     new_log_probs = log_prob_of(log_pi, b_actions[mb])
-                    ratios = (new_log_probs - b_log_probs[mb]).exp()  # ρ, only for the log
+                    ratios = (new_log_probs - b_log_probs[mb]).exp()  # ρ, for clipfrac in the log
                     mb_advantages = normalize(b_advantages[mb])
                     pg_loss = clipped_surrogate(new_log_probs, b_log_probs[mb], mb_advantages, clip)
                     v_loss = clipped_value_loss(new_values, b_values[mb], b_returns[mb], clip)
@@ -453,7 +457,8 @@ def main(args, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=roll
                     optimizer.step()
                     updates += 1
             network.eval()
-            if not grad_norm.isfinite():  # a NaN in an observation or a reward reaches it, too
+            # A NaN in an observation, a reward or a weight spreads to this last gradient.
+            if not grad_norm.isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
 
             # 3. ABS: measure how far the updates moved the policy, and adapt the rollout length.
@@ -513,13 +518,12 @@ def check_args(args):
     limits = [
         (0, math.inf, "seed ent_coef vf_coef"),
         (1, math.inf, "total_timesteps num_envs num_steps rollout_min update_epochs"),
-        (1, math.inf, "adapt_frequency reference_states"),
+        (1, math.inf, "adapt_frequency reference_states num_minibatches"),
         (1e-9, math.inf, "max_grad_norm checkpoint_every delta_min"),
         (0, 1, "gamma gae_lambda beta learning_rate"),
         (1e-9, 1, "clip_coef"),
         (args.delta_min * 1.001, 1000, "delta_max"),
         (args.rollout_min, math.inf, "rollout_max"),
-        (1, args.num_envs * shortest, "num_minibatches"),  # at most the smallest batch
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
@@ -527,6 +531,8 @@ def check_args(args):
         for name in names.split():
             if not low <= getattr(args, name) <= high:  # refuses NaN, too
                 raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if args.num_minibatches > args.num_envs * shortest:
+        raise UsageError("--num-minibatches must be at most the samples of the shortest rollout")
 
 
 def check_policy(args, envs, outputs):

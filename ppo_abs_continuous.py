@@ -243,10 +243,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     errors = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
-    next_advantage = torch.zeros_like(values[0])
+    advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        next_advantage = errors[t] + gamma * gae_lambda * goes_on[t] * next_advantage
-        advantages[t] = next_advantage
+        advantage = errors[t] + gamma * gae_lambda * goes_on[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 

@@ -48,6 +48,7 @@ Continue a run after Ctrl-C or a crash, with torchrun if it was started so:
 import atexit
 import copy
 import ctypes
+import difflib
 import json
 import math
 import os
@@ -253,8 +254,10 @@ def make_envs(args: Args):
     is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
     if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
+        games = [name for name in gymnasium.registry if name.endswith("NoFrameskip-v4")]
+        (near,) = difflib.get_close_matches(args.env_id, games, n=1, cutoff=0)
         why = "not an Atari game, or it skips frames at random"
-        raise UsageError(f"--env-id {args.env_id}: {why}; try BreakoutNoFrameskip-v4")
+        raise UsageError(f"--env-id {args.env_id}: {why}; did you mean {near}?")
     tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
     envs = AtariVectorEnv(
         spec.kwargs["game"],
@@ -445,7 +448,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                     actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # EpisodicLife presses FIRE after a lost life
+                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
                         actions[t] = torch.tensor(info["executed_actions"])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
@@ -551,12 +554,11 @@ def check_args(args):
     limits = [
         (0, math.inf, "seed"),
         (1, math.inf, "total_timesteps num_envs num_steps rollout_min update_epochs"),
-        (1, math.inf, "adapt_frequency reference_states"),
+        (1, math.inf, "adapt_frequency reference_states num_minibatches"),
         (1e-9, math.inf, "max_grad_norm checkpoint_every delta_min"),
         (0, 1, "gamma q_lambda start_e end_e exploration_fraction beta learning_rate"),
         (args.delta_min * 1.001, 1, "delta_max"),
         (args.rollout_min, math.inf, "rollout_max"),
-        (1, args.num_envs * shortest, "num_minibatches"),  # at most the smallest batch
     ]
     if args.adapt_rollout:
         limits.append((args.rollout_min, args.rollout_max, "num_steps"))
@@ -564,6 +566,8 @@ def check_args(args):
         for name in names.split():
             if not low <= getattr(args, name) <= high:  # refuses NaN, too
                 raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}")
+    if args.num_minibatches > args.num_envs * shortest:
+        raise UsageError("--num-minibatches must be at most the samples of the shortest rollout")
 
 
 def check_parts(args, envs, q_values):
