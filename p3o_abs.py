@@ -3,8 +3,8 @@
 # dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
 #     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
 # ///
-"""P3O with Adaptive Batch Scaling (ABS), on Atari, in one file: the batch sets its trust region.
 """P3O on Atari, in one file: the batch sets its trust region. ABS is an option.
+
 P3O [arXiv 2605.12380] is a policy gradient without a clip range. An iteration plays L steps in each
 of E environments and learns from them in several epochs. So the policy π_θ moves away from π_b, the
 policy that played. With --replay-rollouts, π_b is older still. The ratios ρ of the two policies in
@@ -239,10 +239,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     errors = rewards + gamma * ~terminated * next_values - values
     goes_on = ~(terminated | truncated)
     advantages = torch.empty_like(values)
-    next_advantage = torch.zeros_like(values[0])
+    advantage = torch.zeros_like(values[0])
     for t in reversed(range(len(rewards))):
-        next_advantage = errors[t] + gamma * gae_lambda * goes_on[t] * next_advantage
-        advantages[t] = next_advantage
+        advantage = errors[t] + gamma * gae_lambda * goes_on[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
@@ -254,7 +254,7 @@ def normalize(advantages):
 
 def log_policy(logits):
     """log π(·|s) (N, A) in float32, from logits (N, A)."""
-    # A masked action's -inf would make 0 times inf a NaN.
+    # A masked action has -inf. In Σ_a π log π, 0 times -inf would be a NaN.
     return logits.float().log_softmax(-1).clamp(min=-1e9)
 
 
@@ -265,8 +265,8 @@ def policy_and_value(network, states):
 
 
 def sampled_actions(log_pi):
-    """Actions a ~ π(·|s) (N,), from log π(·|s) (N, A). Lets a NaN pass: main ends the run."""
-    probabilities = log_pi.exp().nan_to_num(1)
+    """Actions a ~ π(·|s) (N,), from log π(·|s) (N, A)."""
+    probabilities = log_pi.exp().nan_to_num(1)  # main ends the run after a NaN, and says so
     return torch.multinomial(probabilities, 1).squeeze(1)
 
 
