@@ -1,16 +1,13 @@
 """p3o_abs.py's own: effective sample size, loss, replayed rollouts. The rest is in test_ppo.py."""
 
-import math
-
 import pytest
 import torch
-from helpers import column, load
-from test_ppo import KINDS, Watching, computed_twice, gradient, train  # noqa: F401
+from helpers import column
+from test_ppo import KINDS, computed_twice, gradient, train  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
 
 import p3o_abs
 from p3o_abs import effective_sample_size, p3o_loss
-from ppo_abs import clipped_surrogate
 
 
 def batch(seed, size=30, spread=1.0):
@@ -32,56 +29,43 @@ def test_effective_sample_size_at_its_ends():
     assert effective_sample_size(torch.tensor([90.0, 0, 0, 0])).item() == pytest.approx(1 / 4)
 
 
-def policy_loss_of_p3o(args, log_pi, log_behavior, actions, advantages):
-    """Sample by sample, with weights that are plain numbers."""
+def p3o_by_samples(log_pi, log_behavior, actions, advantages):
+    """Loss, e_B, mean KL and capped share, sample by sample, with weights that are numbers."""
     ratios = []
     for i, action in enumerate(actions):
         ratios.append((log_pi[i, action] - log_behavior[i, action]).exp().item())
     e = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
-    terms = []
+    terms, pulls = [], []
     for i, action in enumerate(actions):
         pull = kl_divergence(Categorical(logits=log_pi[i]), Categorical(logits=log_behavior[i]))
+        pulls.append(pull)
         terms.append((1 - e) * pull - min(ratios[i], e) * log_pi[i, action] * advantages[i])
-    return torch.stack(terms).mean()
+    capped = sum(ratio > e for ratio in ratios) / len(ratios)
+    return torch.stack(terms).mean(), e, torch.stack(pulls).mean().item(), capped
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
 def test_loss_and_gradient(spread):
-    """Guards value, and that neither the capped ratios nor 1 - e_B are differentiated."""
+    """Guards values, and that neither the capped ratios nor 1 - e_B are differentiated."""
     logits, log_behavior, actions, advantages = batch(0, spread=spread)
 
     def ours(x):
         return p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0]
 
     def slow(x):
-        return policy_loss_of_p3o(None, x.log_softmax(-1), log_behavior, actions, advantages)
+        return p3o_by_samples(x.log_softmax(-1), log_behavior, actions, advantages)[0]
 
-    assert ours(logits).item() == pytest.approx(slow(logits).item())
+    given = logits.log_softmax(-1), log_behavior, actions, advantages
+    values = [float(value) for value in p3o_loss(*given)]
+    assert values == pytest.approx([float(value) for value in p3o_by_samples(*given)])
     torch.testing.assert_close(gradient(ours, logits), gradient(slow, logits))
 
 
-def test_a_capped_sample_keeps_a_gradient_where_ppo_has_none():
-    """Guards the point of P3O, at ρ = (90, 1, 1, 1): e_B = 93² / (4 · 8103) caps all four."""
-    log_pi = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).log()
-    log_behavior = torch.tensor([[0.01, 0.99], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]).log()
-    actions = torch.zeros(4, dtype=torch.int64)
-    advantages = torch.ones(4)
-    _, e_b, kl, capped = p3o_loss(log_pi, log_behavior, actions, advantages)
-    pull = (0.9 * math.log(90) + 0.1 * math.log(0.1 / 0.99)) / 4
-    expected = (93**2 / (4 * 8103), pull, 1)
-    assert (e_b.item(), kl.item(), capped.item()) == pytest.approx(expected)
-
-    def p3o(x):
-        return p3o_loss(x.log_softmax(-1), log_behavior, actions, advantages)[0]
-
-    def ppo(x):
-        return clipped_surrogate(x.log_softmax(-1)[:, 0], log_behavior[:, 0], advantages, 0.1)
-
-    assert gradient(ppo, log_pi)[0].abs().max() == 0
-    assert gradient(p3o, log_pi)[0].abs().max() > 0.1
-
-
 # --- Whole iterations ---
+
+
+def policy_loss_of_p3o(args, *batch):
+    return p3o_by_samples(*batch)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,38 +77,3 @@ def test_iterations_computed_twice(computed_twice, kind, replay):  # noqa: F811
     ess = column(folder / "metrics.csv", "p3o/ess")
     assert 1 / 21 < min(ess) and max(ess) < 1
     assert min(column(folder / "metrics.csv", "p3o/kl")) > 0
-
-
-def test_replayed_rollouts_hold_the_probabilities_of_the_policy_that_acted(train, monkeypatch):  # noqa: F811
-    """Guards π_b: of the newest 3 rollouts, of varying lengths, each as its own network saw it."""
-    losses = []
-
-    def watched(log_pi, log_behavior, *args, loss=p3o_loss):
-        losses.append(log_behavior)
-        return loss(log_pi, log_behavior, *args)
-
-    monkeypatch.setattr(p3o_abs, "p3o_loss", watched)
-    envs = Watching(3)
-    lengths = [7, 4, 14, 5, 9, 6]
-    later = iter([*lengths[1:], 7])
-    arguments = {"num_minibatches": 1, "update_epochs": 1, "replay_rollouts": 2}
-    arguments |= {"adapt_rollout": True, "adapt_frequency": 1, "total_timesteps": 3 * sum(lengths)}
-    folder = train(
-        p3o_abs,
-        envs,
-        envs.make_network,
-        rollout_length=lambda *given, **options: next(later),
-        **arguments,
-    )
-    assert column(folder / "metrics.csv", "abs/rollout_length", int) == lengths
-    assert len(losses) == load(folder)["iteration"] == 6
-    acted = []
-    for t, step in enumerate(envs.steps):
-        logits, _ = envs.network_at(t)(torch.from_numpy(step.obs))
-        acted.append(logits.log_softmax(-1).detach())
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    for i, behavior in enumerate(losses):
-        expected = torch.cat(acted[starts[max(i - 2, 0)] : starts[i + 1]])
-        order = behavior[:, 0].argsort()
-        expected = expected[expected[:, 0].argsort()]
-        torch.testing.assert_close(behavior[order], expected, rtol=1e-4, atol=1e-5)

@@ -31,6 +31,10 @@ class Tiny(CausalTransformer):
     def __init__(self):
         super().__init__(width=16, heads=2, layers=1)
 
+    def forward(self, tokens):
+        assert torch.is_grad_enabled() or not self.training  # writes and is examined in eval mode
+        return super().forward(tokens)
+
 
 class Guessing(Tiny):
     """Has random weights, but leans to the right answers, so that some of a group's earn 1."""
@@ -48,11 +52,11 @@ class Guessing(Tiny):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What happens in a run of seen.part, which guesses: its calls and its batches.
+    """What happens in a run of seen.part, which guesses: its calls, batches and exams.
 
     The imitation must be over after one update: the learning rate of this one is 0.
     """
-    seen = SimpleNamespace(calls=[], batches=[])
+    seen = SimpleNamespace(calls=[], batches=[], exams={})
 
     class Seen(Guessing):
         def __init__(self):
@@ -60,7 +64,7 @@ def seen(monkeypatch):
             seen.network, seen.before = self, copy.deepcopy(self)
 
         def forward(self, tokens):
-            call = SimpleNamespace(training=self.training, learns=torch.is_grad_enabled())
+            call = SimpleNamespace(learns=torch.is_grad_enabled())
             call.in_bfloat16 = torch.is_autocast_enabled("cpu")
             call.weights = copy.deepcopy(self.state_dict())
             seen.calls.append(call)
@@ -70,8 +74,10 @@ def seen(monkeypatch):
         answers, log_pi = write_answers(network, prompts, temperature)
         batch = SimpleNamespace(prompts=prompts, answers=answers, log_pi=log_pi)
         batch.calls = seen.calls[-ANSWER:]
-        if len(prompts) < 256:  # the others are the exam
+        if len(prompts) < 256:
             seen.batches.append(batch)
+        else:
+            seen.exams[temperature] = batch
         return answers, log_pi
 
     monkeypatch.setattr(p3o_tokens, "write_answers", recorded)
@@ -209,7 +215,12 @@ def test_an_update_computed_twice(train, seen, loss, noise):
     assert float(row["charts/reward"]) == rewards.mean().item()
     assert float(row["charts/episodic_return"]) == pytest.approx(rewards.mean().item())
     assert float(row["p3o/ess"]) == pytest.approx(e, abs=1e-5)
-    assert (e > 0.999) == (noise == "none")
+    if noise == "none":  # sampler and learner are one: on-policy to the bit
+        assert float(row["p3o/ess"]) == 1
+        for name in ("p3o/kl_weight", "p3o/kl", "p3o/capped", "ppo/clipped"):
+            assert float(row[name]) == 0
+    else:
+        assert e < 0.999
     assert float(row["losses/policy_loss"]) == pytest.approx(expected.item(), rel=1e-3, abs=1e-6)
     for ours, slow in zip(seen.network.parameters(), seen.before.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, slow.grad, rtol=1e-3, atol=1e-6)
@@ -219,22 +230,10 @@ def test_an_update_computed_twice(train, seen, loss, noise):
         reverse.append(kl_divergence(new, old).item())
     assert float(row["abs/kl_divergence"]) == pytest.approx(np.mean(kls), rel=1e-3)
     assert abs(sum(reverse) / sum(kls) - 1) > 0.01
-
-
-class Hesitant(Tiny):
-    """Thinks the right answers likely, but for each fourth problem, where it is off by one."""
-
-    def forward(self, tokens):
-        prompts = tokens[:, :PROMPT]
-        answers = F.one_hot(solutions(prompts, range(0, len(prompts), 4)), len(VOCABULARY))
-        return 0.01 * super().forward(tokens) + 3.0 * F.pad(answers, (0, 0, PROMPT - 1, 0))
-
-
-def test_greedy_answers_are_the_likeliest_ones(train):
-    """Guards the two accuracies: what is right, and one from the other."""
-    (row,) = rows(train(1, Hesitant) / "metrics.csv")
-    assert float(row["charts/greedy_accuracy"]) == 0.75
-    assert 0 < float(row["charts/sampled_accuracy"]) < 0.5
+    greedy, sampled = seen.exams[1e-6], seen.exams[1.0]
+    for name, exam in (("greedy", greedy), ("sampled", sampled)):
+        share = (exam.answers == solutions(exam.prompts)).all(1).float().mean().item()
+        assert float(row[f"charts/{name}_accuracy"]) == share and 0.1 < share < 1
 
 
 @pytest.mark.parametrize("loss", ["p3o", "ppo"])
@@ -265,16 +264,6 @@ def test_a_token_that_is_never_written_counts_0(train, loss):
 # --- Stale data, and a sampler that differs ---
 
 
-def test_fresh_data_is_on_policy_to_the_bit(train):
-    """Guards ρ = 1 where sampler and learner are one: e_B = 1, no pull, nothing capped."""
-    folder = train(4, Guessing, adapt_frequency=1)
-    for row in rows(folder / "metrics.csv"):
-        assert float(row["p3o/ess"]) == 1
-        for name in ("p3o/kl_weight", "p3o/kl", "p3o/capped", "ppo/clipped"):
-            assert float(row[name]) == 0
-    assert load(folder)["adaptive_length"] == 8  # L stays without --adapt-batch
-
-
 def test_a_sampler_in_bfloat16_is_another_policy(train, seen):
     """Guards --behavior-noise bfloat16: slightly off, and only the sampler is."""
     folder = train(2, seen.part, behavior_noise="bfloat16", adapt_frequency=1)
@@ -287,21 +276,13 @@ def test_a_sampler_in_bfloat16_is_another_policy(train, seen):
 @pytest.mark.parametrize("lag", [0, 3])
 def test_answers_come_from_the_policy_of_lag_updates_ago(train, seen, lag):
     """Guards --lag: the sampler's weights are those that learning had then, or the first ones."""
-    train(7, seen.part, lag=lag, learning_rate=1e-2)
+    folder = train(7, seen.part, lag=lag, learning_rate=1e-2, adapt_frequency=1)
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [8] * 7  # no --adapt-batch
     learned = [call.weights for call in seen.calls if call.learns][1:]  # the first is the imitation
     for iteration, batch in enumerate(seen.batches):
         for call in batch.calls:
             assert same_weights(call.weights, learned[max(iteration - lag, 0)])
     assert len(seen.batches) == 7 and not same_weights(learned[0], learned[1])
-
-
-@pytest.mark.parametrize("updates", [0, 2])
-def test_networks_are_in_train_mode_in_the_imitation_only(train, seen, updates):
-    """Guards the answers, the exam and the update; and that the imitation can be skipped."""
-    train(3, seen.part, lag=1, adapt_frequency=1, eval_frequency=1, supervised_updates=updates)
-    learning = [call.training for call in seen.calls if call.learns]
-    assert learning == [True] * updates + [False] * 3
-    assert not any(call.training for call in seen.calls if not call.learns)
 
 
 # --- ABS ---
@@ -351,17 +332,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, monkeypatch):
     assert one["scores"] == other["scores"] and 0 < sum(one["scores"]) < 100
 
 
-def test_a_resumed_run_takes_what_it_is_given(train):
-    """Guards --resume with another batch, lag and learning rate: the old ones do not count."""
-    folder = train(4, Guessing, lag=3)
-    before = load(folder)["network"]
-    given = {"total_timesteps": 168, "num_problems": 5, "lag": 1, "learning_rate": 0.0}
-    train(0, Guessing, resume=str(folder), **given)
-    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [8, 8, 8, 8, 5, 5]
-    assert len(load(folder)["policies"]) == 2
-    assert same_weights(load(folder)["network"], before)
-
-
 class Broken(Tiny):
     """Its gradient is not finite."""
 
@@ -371,7 +341,7 @@ class Broken(Tiny):
 
 def test_nan_stops_it(train):
     """Guards the last good checkpoint: a broken update is not saved over it."""
-    folder = train(2)
+    folder = train(2, supervised_updates=0)
     good = (folder / "checkpoint.pt").read_bytes()
     with pytest.raises(FloatingPointError, match="not finite at step 96"):
         train(10, Broken, resume=str(folder))
@@ -381,10 +351,8 @@ def test_nan_stops_it(train):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"total_timesteps": 0},
         {"group_size": 1},
         {"lag": -1},
-        {"learning_rate": math.nan},
         {"delta_max": 1e-4},  # below delta_min
         {"num_problems": 3, "adapt_batch": np.bool_(True)},  # below problems_min
         {"problems_max": 15},  # below problems_min
@@ -399,15 +367,3 @@ def test_bad_arguments_are_refused(tmp_path, arguments):
     with pytest.raises(p3o_tokens.UsageError, match=flag):
         p3o_tokens.main(args, CausalTransformer=None)
     assert contents(tmp_path) == {}
-
-
-@pytest.mark.slow
-def test_p3o_repairs_what_the_teacher_spoilt(tmp_path):
-    """Guards the whole: greedy answers to held-out problems, from under 0.7 to over 0.95."""
-    options = {"runs_dir": str(tmp_path), "seed": 11}
-    still = {"run_name": "start", "learning_rate": 1e-9, "total_timesteps": 256}
-    folders = [p3o_tokens.main(p3o_tokens.Args(**options | still))]
-    folders.append(p3o_tokens.main(p3o_tokens.Args(**options)))
-    name = "charts/greedy_accuracy"
-    start, greedy = [column(folder / "metrics.csv", name) for folder in folders]
-    assert start[0] < 0.7 and sum(greedy[-3:]) / 3 > 0.95

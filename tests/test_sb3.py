@@ -19,9 +19,10 @@ class Recorder(sb3_abs.PPOWithABS):
 
     def train(self):
         buffer = self.rollout_buffer
-        seen = (buffer.buffer_size, buffer.pos, buffer.full, len(buffer.observations))
-        self.seen.append((self.n_steps, *seen))
+        sizes = (buffer.buffer_size, buffer.pos, len(buffer.observations))
+        n_steps = self.n_steps
         super().train()
+        self.seen.append((n_steps, self.batch_size, sizes))
 
     def adapt(self):
         super().adapt()
@@ -29,13 +30,8 @@ class Recorder(sb3_abs.PPOWithABS):
 
 
 def make(**options):
-    defaults = {
-        "n_steps": 64,
-        "num_minibatches": 4,
-        "adapt_frequency": 2,
-        "device": "cpu",
-        "seed": 1,
-    }
+    defaults = {"n_steps": 64, "num_minibatches": 4, "adapt_frequency": 2}
+    defaults |= {"device": "cpu", "seed": 1}
     model = Recorder("MlpPolicy", gymnasium.make("CartPole-v1"), **(defaults | options))
     model.seen, model.measured = [], []
     return model
@@ -55,24 +51,16 @@ def expected_lengths(measured, count, length=64.0, every=2):
 
 
 def test_rollouts_follow_equation_4():
-    """Guards the length of each rollout, and that all learned rows are the rollout's."""
+    """Guards each rollout's length and number of mini-batches, and that all its rows count."""
     model = make()
     model.learn(3000)
     lengths = [n_steps for n_steps, *_ in model.seen]
     assert len(set(lengths)) > 3
     assert lengths == expected_lengths(model.measured, len(lengths))
-    for n_steps, buffer_size, position, full, rows in model.seen:
-        assert n_steps == buffer_size == position == rows and full
+    for n_steps, batch_size, sizes in model.seen:
+        assert sizes == (n_steps, n_steps, n_steps)
+        assert np.ceil(n_steps / batch_size) == 4  # no remainder makes a fifth mini-batch
     assert model.num_timesteps == sum(lengths)
-
-
-def test_the_number_of_minibatches_stays():
-    """Guards uneven rollouts: no remainder makes a fifth mini-batch."""
-    model = make(n_steps=65, n_epochs=3)
-    model.learn(1500)
-    assert model._n_updates == 3 * len(model.seen)
-    for n_steps, *_ in model.seen:
-        assert np.ceil(n_steps / np.ceil(n_steps / 4)) == 4
 
 
 def test_save_and_load_go_on(tmp_path):
