@@ -583,17 +583,18 @@ def test_arguments_that_make_no_run_are_refused(tmp_path, bad):
     (name,) = bad
     with pytest.raises(pqn_abs.UsageError) as error:
         pqn_abs.main(pqn_abs.Args(**bad, runs_dir=str(tmp_path / "runs")))
-    assert str(error.value).startswith(f"--{name.replace('_', '-')} must be from ")
+    assert str(error.value).startswith(f"--{name.replace('_', '-')} must be ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_device_or_a_game_that_is_none_is_refused(refused):
-    """Guards --device and --env-id, with a line that shows a game there is."""
+    """Guards --device and --env-id, with a line that names the nearest game there is."""
     for device in ("tpu", "cuda:99"):
         assert f"--device {device}" in refused("--device", device)
-    for game in ("BreakoutNoFrameskip-v5", "Breakout-v4", "CartPole-v1"):
+    for game in ("BreakoutNoFrameskip-v5", "Breakout-v4", "Brakeout"):
         line = refused("--env-id", game, "--device", "cpu")
-        assert f"--env-id {game}" in line and "BreakoutNoFrameskip-v4" in line
+        assert f"--env-id {game}" in line and "did you mean BreakoutNoFrameskip-v4?" in line
+    refused("--env-id", "CartPole-v1", "--device", "cpu")
 
 
 @pytest.mark.parametrize(
