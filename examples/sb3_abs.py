@@ -10,6 +10,7 @@ n_steps, as in pqn_abs.py. Where PPO's δ stays below δ_min, n_steps only climb
 divergence of ppo_abs.py in its place.
 """
 
+import argparse
 import copy
 import math
 import sys
@@ -83,5 +84,7 @@ class PPOWithABS(PPO):
 
 
 if __name__ == "__main__":
+    plain = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=plain).parse_args()
     model = PPOWithABS("MlpPolicy", "CartPole-v1", n_steps=256, adapt_frequency=2, verbose=1)
     model.learn(50_000)
