@@ -10,10 +10,10 @@ buffer and no target network. An iteration plays L steps in each of E environmen
 these steps in a fixed number of mini-batches, and discards them.
 
 The gradient noise scale [GNS: arXiv 1812.06162] is the batch size at which the noise in a gradient
-is as large as the gradient itself. In every K-th iteration, before its updates, this script splits
-the rollout into m micro-batches of b samples and takes the gradient g_i of the TD loss on each.
-From these it estimates the noise N of a single sample, and the squared norm S of the true gradient.
-It averages both over time, and their ratio becomes the batch:
+is as large as the gradient itself. In every K-th iteration this script splits the rollout into m
+micro-batches of b samples and takes the gradient g_i of the TD loss on each, at θ_old, the network
+before the updates. From these it estimates the noise N of a single sample, and the squared norm S
+of the true gradient. It averages both over time, and their ratio becomes the batch E L:
 
     ḡ = (1/m) Σ_i g_i,     N = b/(m - 1) Σ_i ‖g_i - ḡ‖²,     S = ‖ḡ‖² - N / (m b)
     N_avg ← (1 - β) N_avg + β N,    S_avg ← (1 - β) S_avg + β S
@@ -24,11 +24,11 @@ the batch is the largest.
 
 Adaptive Batch Scaling [ABS: arXiv 2605.21557] is the rival: its batch follows the Behavioral
 Divergence (BD) δ_π, the share of M states of the rollout in which the updates changed the greedy
-action. With --signal bd, BD drives L, as in pqn_abs.py. So that the signals can be compared, the
-same iterations log all of them, whichever drives L. Two more are logged: the entropy of the greedy
-actions, and the variance of max_a Q over the rollout.
+action. With --signal bd, BD drives L, as in pqn_abs.py. Every K-th iteration logs both signals,
+whichever drives L, and two more that were compared with them (results/minatar_pilot): the entropy
+of the greedy actions, and the variance of max_a Q over the rollout.
 
-One GPU, the ABS paper's settings, except that a lost life ends an episode (--no-episodic-life):
+One GPU; the ABS paper's settings, but for --episodic-life, without which a game may stall:
     python gns_baseline.py --env-id BreakoutNoFrameskip-v4
 The same, but BD drives L:
     python gns_baseline.py --signal bd
@@ -86,7 +86,7 @@ class Args:
     start_e: float = 1.0  # [ε] share of random actions at the start
     end_e: float = 0.001  # [ε] share of random actions once ε has stopped falling
     exploration_fraction: float = 0.10  # fraction of total_timesteps over which ε falls
-    episodic_life: bool = True  # a lost life ends an episode, but not the game; not in the paper
+    episodic_life: bool = True  # a lost life ends the episode; not in the ABS paper's table
 
     signal: Literal["gns", "bd"] = "gns"  # what drives L: the noise scale, or BD as in ABS
     adapt_rollout: bool = True  # adapt L; --no-adapt-rollout is plain PQN with L = num_steps
@@ -95,10 +95,10 @@ class Args:
     rollout_max: int = 64  # [L_max] longest rollout
     adapt_frequency: int = 50  # [K] measure all signals in every K-th iteration
     micro_batches: int = 16  # [m] gradients in an estimate; 8 in the code of ABS's author
-    delta_min: float = 0.05  # [δ_min] with --signal bd: at this BD or less, L' is L_max
-    delta_max: float = 0.95  # [δ_max] with --signal bd: at this BD or more, L' is L_min
+    delta_min: float = 0.05  # [δ_min] with --signal bd: at this BD or less, it counts as stable
+    delta_max: float = 0.95  # [δ_max] with --signal bd: at this BD or more, as volatile
     beta: float = 0.1  # [β] step size of N_avg and S_avg and, with --signal bd, of L_adapt
-    reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
+    reference_states: int = 2048  # [M] states sampled for BD; from the ABS author's code
     scale_epochs: bool = False  # N_epochs * L // 32 epochs where L > 32, as in the author's code
 
     device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
@@ -293,7 +293,10 @@ def noise_and_squared_norm(gradients, micro_batch_size):
     """N and S of m gradients (m, P), each of them a mean over b samples [GNS].
 
     N = b/(m - 1) Σ_i ‖g_i - ḡ‖²    estimates the variance of one sample's gradient, summed over P
-    S = ‖ḡ‖² - N / (m b)            estimates ‖E g‖², the true gradient's; N / (m b) is ḡ's noise
+    S = ‖ḡ‖² - N / (m b)            estimates the squared norm of the true gradient
+
+    Samples should be independent. Those of a rollout are not, so S is too large, and N / S too
+    small.
     """
     noise = micro_batch_size * gradients.var(dim=0).sum()  # var divides by m - 1
     mean = gradients.mean(dim=0)  # ḡ
@@ -317,11 +320,7 @@ def noise_scale_batch(noise, squared_norm, batch_min, batch_max) -> int:
 
 
 def micro_batch_gradients(network, autocast, obs, actions, returns, micro_batches):
-    """The gradient of the TD loss on each micro-batch of indices: (m, P).
-
-    GNS wants independent samples. Those of a rollout are not: ‖ḡ‖² holds more noise than N / (m b)
-    takes away. So S is too large, and N / S too small.
-    """
+    """The gradient of the TD loss on each micro-batch of indices: (m, P)."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     gradients = []
     for indices in micro_batches:
@@ -329,7 +328,7 @@ def micro_batch_gradients(network, autocast, obs, actions, returns, micro_batche
             q_values = network(obs[indices]).float()
         q_taken = q_values.gather(1, actions[indices, None]).squeeze(1)
         loss = F.mse_loss(q_taken, returns[indices])
-        # Parameters that the loss does not reach get zeros.
+        # Parameters of your own network that the loss does not reach get zeros.
         gradient = torch.autograd.grad(loss, parameters, materialize_grads=True)
         flat = [g.flatten() for g in gradient]
         gradients.append(torch.cat(flat))
@@ -345,13 +344,13 @@ def policy_entropy(network, states) -> float:
     return entropy.item()
 
 
-# Columns of metrics.csv.
+# Columns of metrics.csv that are filled in every K-th iteration.
 SIGNALS = """gns/noise gns/signal gns/noise_scale_raw gns/noise_scale
     abs/behavioral_divergence abs/policy_entropy abs/value_variance""".split()
 
 
 def measure_signals(args, q_network, old_network, autocast, obs, actions, returns, values) -> dict:
-    """All signals of one rollout's B transitions: SIGNALS without the average, gns/noise_scale."""
+    """All signals of one rollout, except gns/noise_scale, which main averages over time."""
     shuffled = torch.randperm(len(obs), device=obs.device)
     reference = obs[shuffled[: args.reference_states]]  # B_ref
     with autocast:

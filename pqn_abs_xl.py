@@ -19,21 +19,23 @@ action. With θ_old, the network before these updates, and θ, the network after
     L_adapt ← (1 - β) L_adapt + β L',    L = round(L_adapt),    batch |B| = E L
 
 A volatile policy gets short rollouts, and so small batches. A stable policy gets long rollouts and
-large batches. ABS reports that larger networks gain more from larger batches. So here L_max = 128
-steps, not 64 as in pqn_abs.py. The network is a wide CNN and one linear layer, whose output is x_0,
-and then n residual blocks f_k, each of which adds x_0 again [multi-skip, SG: arXiv 2506.15544]:
+large batches. The ABS paper reports that larger networks gain more from larger batches, and gives
+them L_max = 128 steps, not 64 as in pqn_abs.py.
+
+The network is a wide CNN and one linear layer, whose output is x_0. Then come n residual blocks
+f_k, each of which adds x_0 again, and one more linear layer [multi-skip, SG: arXiv 2506.15544]:
 
     x_{k+1} = x_k + f_k(x_k) + x_0
 
-So the gradient has a direct path to x_0, however many blocks there are. PQN-L has 5 blocks (--size
-l) and PQN-XL has 10 (--size xl). --size s is the network of pqn_abs.py.
+PQN-L (--size l) has 5 blocks, PQN-XL (--size xl) has 10, and --size s is pqn_abs.py's network.
 
-Started by torchrun, every process plays in its own E environments. Gradients and BD are averaged
-over the processes, so that all have the same network and the same L. If one process fails, torchrun
-ends them all, and --resume goes on from the last checkpoint. In main, "ABS" marks the lines that
-only ABS needs, and "torchrun" those that only several processes need.
+Started by torchrun, every process plays in its own E environments, so the batch is E L times the
+number of processes. Gradients and BD are averaged over the processes, so that all have the same
+network and the same L. If one process fails, torchrun ends them all, and --resume goes on from the
+last checkpoint. In main, "ABS" marks its lines, and "torchrun" those that differ with several
+processes.
 
-One GPU, PQN-L, the ABS paper's settings, except that a lost life ends an episode:
+One GPU, PQN-L; the ABS paper's settings, but for --episodic-life, without which a game may stall:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
 PQN-XL:
     python pqn_abs_xl.py --size xl
@@ -95,7 +97,7 @@ class Args:
     start_e: float = 1.0  # [ε] share of random actions at the start
     end_e: float = 0.001  # [ε] share of random actions once ε has stopped falling
     exploration_fraction: float = 0.10  # fraction of total_timesteps over which ε falls
-    episodic_life: bool = True  # a lost life ends an episode, but not the game; not in the paper
+    episodic_life: bool = True  # a lost life ends the episode; not in the ABS paper's table
 
     size: Literal["s", "l", "xl"] = "l"  # network: that of pqn_abs.py, 5 blocks, or 10 blocks
     adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PQN with L = num_steps
@@ -105,8 +107,8 @@ class Args:
     adapt_frequency: int = 50  # [K] measure BD in every K-th iteration
     delta_min: float = 0.05  # [δ_min] at this BD or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this BD or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; the value is from its author's code
-    reference_states: int = 2048  # [M] states in B_ref; not in the paper, but in its author's code
+    beta: float = 0.1  # [β] step size of L_adapt; the value is from the ABS author's code
+    reference_states: int = 2048  # [M] states sampled for BD; from the ABS author's code
     scale_epochs: bool = False  # N_epochs * L // 32 epochs where L > 32, as in the author's code
 
     device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
@@ -330,7 +332,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # how many there are
 
 
 def join_processes(args):
-    """Connect torchrun's processes, and return what pick_device does. Each takes its own GPU."""
+    """Connect torchrun's processes, each with its own GPU. Returns what pick_device returns."""
     if WORLD_SIZE == 1:
         return pick_device(args)
     if args.device.startswith(("auto", "cuda")) and torch.cuda.is_available():
@@ -338,16 +340,16 @@ def join_processes(args):
     device, bfloat16 = pick_device(args)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():  # by an earlier run of the same program
+    if not dist.is_initialized():  # a program may call main twice
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)  # or PyTorch warns at the end
     return device, bfloat16
 
 
 def agree_on_folder(folder) -> Path:
-    """The first process's folder. Waits until all processes have checked that it is free.
+    """The first process's folder, in all processes: a new one has the time in its name.
 
-    The first one makes it later, in Run. Any sooner, another could take it for an older run's.
+    This waits for all, so that none makes the folder before all have seen that it is new.
     """
     if WORLD_SIZE == 1:
         return folder
@@ -528,7 +530,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
                 "losses/grad_norm": grad_norm.item(),
             }
             run.log(row)
-            interrupted = average(run.interrupted, device) > 0  # torchrun: all stop together
+            interrupted = average(run.interrupted, device) > 0  # torchrun: all stop with the first
             finished = global_step >= args.total_timesteps or interrupted
             if finished or time.perf_counter() >= run.save_at:
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
