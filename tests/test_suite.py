@@ -110,7 +110,7 @@ def test_a_real_script_is_run_to_its_end_and_not_again():
     words = ["--scripts", SMALL_RUN, "--games", "x/y", "--seeds", "7", "--arms", arm]
     for left in (1, 0):
         out, _ = end_of(start(suite.__file__, *words, "--runs-dir", "runs"))
-        assert out.startswith(f"1 runs, {left} of them left")
+        assert out.startswith(f"runs: 1, left: {left}, at once: 1\n")
     args = config("runs/a__x-y__7")["args"]
     assert (args["env_id"], args["seed"], args["run_name"]) == ("x/y", 7, "a__x-y__7")
     config_path = Path("runs/a__x-y__7/config.json")

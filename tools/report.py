@@ -13,8 +13,8 @@ Scores of 0 or less have no logarithm: their game is a difference of means, in p
 out of the mean. p is from permutations of the arms' labels within each game; p_holm is corrected
 for the number of pairs of arms. p_improvement is the probability that a run of one arm scores more
 than one of the other. Intervals are 95% bootstrap intervals, seeds resampled within game and arm.
-With few seeds they are too narrow: over three games they hold the truth in 85% of cases with 3
-seeds, 90% with 5 and 94% with 12, while p holds its level.
+They are a little too narrow: over three games they hold the truth in 90% of cases with 5 seeds, and
+in 94% with 12, while p holds its level. With fewer than 5 seeds, every run is shown instead.
 """
 
 import csv
@@ -36,6 +36,7 @@ NAMES |= {DIVERGENCE: "divergence", KL: "kl_divergence"}
 RELATIVE = "Relative return"
 PER_RUN = {"env_id", "seed", "run_name", "runs_dir", "resume"}  # may differ within an arm
 RESAMPLES, PERMUTATIONS, POINTS = 4000, 20_000, 50
+ENOUGH = 5  # seeds; two of an arm cannot give a p below 1/3, however much they differ
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Study:
     arms: dict[str, list[list[plot.Run]]]  # by game and seed, in the order of every legend
     scores: dict[str, np.ndarray]  # (G, n) of each arm
     caption: str
+    is_small: bool  # too few seeds for intervals and p
 
     def run(self, arm: str) -> plot.Run:
         return self.arms[arm][0][0]
@@ -97,8 +99,6 @@ def read_study(args: Args) -> Study:
                 raise ValueError(f"{where}, but differ in {name}: name their arms by --label")
     games = sorted({run.args["env_id"] for run in runs})
     seeds = sorted({run.args["seed"] for run in runs})
-    if len(seeds) < 2:
-        raise ValueError("an interval needs two seeds or more; tools/plot.py draws single runs")
     arms, scores = {}, {}
     for arm in dict.fromkeys(run.arm for run in runs):
         arms[arm] = []
@@ -114,9 +114,14 @@ def read_study(args: Args) -> Study:
     for arm in sum(args.contrast, ()):
         if arm not in arms:
             raise ValueError(f"no arm is called {arm!r}; there are {'; '.join(arms)}")
-    caption = f"n = {len(seeds)} seeds; 95% bootstrap intervals; "
+    is_small = len(seeds) < ENOUGH
+    shown = "95% bootstrap intervals"
+    if is_small:
+        shown = "too few for intervals and p: thin lines are single runs"
+    caption = f"seeds an arm: {len(seeds)}; {shown}; "
     caption += f"scores are over the last {100 * args.window:g}% of the samples"
-    return Study([plot.title(game) for game in games], arms, scores, caption)
+    titles = [plot.title(game) for game in games]
+    return Study(titles, arms, scores, caption, is_small)
 
 
 def score(run: plot.Run, window: float) -> float:
@@ -157,6 +162,14 @@ def estimate(statistic, *arms: np.ndarray) -> np.ndarray:
         chosen = rng.integers(seeds, size=(games, RESAMPLES, seeds)).swapaxes(0, 1)
         draws.append(arm[..., np.arange(games)[:, None], chosen])
     return np.stack([value, *np.quantile(statistic(*draws), (0.025, 0.975), axis=-1)])
+
+
+def with_spread(study: Study, statistic, curves: np.ndarray) -> np.ndarray:
+    """A statistic of curves (POINTS, G, n), and its interval, or that of each seed alone."""
+    if not study.is_small:
+        return estimate(statistic, curves)
+    alone = [statistic(curves[..., [seed]]) for seed in range(curves.shape[-1])]
+    return np.stack([statistic(curves), *alone])
 
 
 def mean(arm: np.ndarray) -> np.ndarray:
@@ -235,9 +248,13 @@ def contrast_rows(study: Study, pairs: list[tuple[str, str]]) -> list[dict]:
             else:
                 row |= interval("change", estimate(difference, first, second))
                 row["unit"] = "points"
-            row |= {"p": permutation_p(first, second), "p_holm": ""}
-            rows.append(row | interval("p_improvement", estimate(improvement, first, second)))
-        if has_log.any():
+            if study.is_small:
+                del row["change_low"], row["change_high"]
+            else:
+                row |= {"p": permutation_p(first, second), "p_holm": ""}
+                row |= interval("p_improvement", estimate(improvement, first, second))
+            rows.append(row)
+        if has_log.any() and not study.is_small:
             pooled.append(rows[-1])
     for row, p in zip(pooled, holm([row["p"] for row in pooled]), strict=True):
         row["p_holm"] = p
@@ -249,13 +266,16 @@ def score_rows(study: Study) -> list[dict]:
     for arm, cells in study.arms.items():
         for game, cell, values in zip(study.games, cells, study.scores[arm], strict=True):
             row = {"arm": arm, "game": game, "mean": float(values.mean())}
-            row |= {"sd": float(values.std(ddof=1)), "n": len(cell)}
+            if study.is_small:
+                row["runs"] = " ".join(f"{value:.4g}" for value in values)
+            else:
+                row |= {"sd": float(values.std(ddof=1)), "n": len(cell)}
             rows.append(row | {"updates": round(np.mean([updates(run) for run in cell]))})
     return rows
 
 
 def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **options) -> None:
-    """A panel is a title, what it shows, and by arm a curve and its interval, (3, POINTS)."""
+    """A panel is a title, what it shows, and by arm with_spread's curves."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     size = (2.7 * max(3, columns), 2.3 * rows + 0.7)
@@ -270,7 +290,10 @@ def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **opti
             width, shade = (2.2, 0.2) if study.run(arm).args["adapt_rollout"] else (1, 0.1)
             (lines[arm],) = axis.plot(steps, found[0], **looks[arm], linewidth=width)
             colour = looks[arm]["color"]
-            axis.fill_between(steps, *found[1:], color=colour, alpha=shade, linewidth=0)
+            if study.is_small:
+                axis.plot(steps, found[1:].T, color=colour, alpha=0.5, linewidth=0.7)
+            else:
+                axis.fill_between(steps, *found[1:], color=colour, alpha=shade, linewidth=0)
         if axis in axes[:, 0]:
             axis.set_ylabel(plot.TITLES.get(column, column))
         axis.set_title(title, fontsize=10)
@@ -290,7 +313,7 @@ def draw_games(study: Study, out: Path) -> None:
             if column in (RETURN, LENGTH, study.run(arm).signal):
                 curves = study.curves(arm, column)
                 for place, (_, _, found) in enumerate(panels):
-                    found[arm] = estimate(mean, curves[:, [place]])
+                    found[arm] = with_spread(study, mean, curves[:, [place]])
         if panels[0][2]:
             draw(study, out / f"{name}.png", panels, sharey=column != RETURN)
 
@@ -303,15 +326,19 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     usable = level[:, 0] > 0
     returns, lengths, rows = {}, {}, []
     for arm in study.arms:
-        lengths[arm] = estimate(mean, study.curves(arm, LENGTH))
+        lengths[arm] = with_spread(study, mean, study.curves(arm, LENGTH))
         if usable.any():
             scores = study.scores[arm][usable] / level[usable]
             curves = study.curves(arm, RETURN)[:, usable] / level[usable]
-            returns[arm] = estimate(interquartile_mean, curves)
-            rows.append({"arm": arm} | interval("IQM", estimate(interquartile_mean, scores)))
+            returns[arm] = with_spread(study, interquartile_mean, curves)
+            row = {"arm": arm} | interval("IQM", estimate(interquartile_mean, scores))
+            if study.is_small:
+                del row["IQM_low"], row["IQM_high"]
+            rows.append(row)
     panels = [("Mean rollout length", LENGTH, lengths)]
     if returns:
-        title = f"Interquartile mean of {usable.sum()} games; 1 = score of {reference}"
+        games = "1 game" if usable.sum() == 1 else f"{usable.sum()} games"
+        title = f"Interquartile mean of {games}; 1 = score of {reference}"
         panels.insert(0, (title, RELATIVE, returns))
     draw(study, out / "headline.png", panels, columns=1)
     return rows

@@ -95,6 +95,7 @@ def play(folder, words) -> None:
         else:
             shutil.rmtree(folder, ignore_errors=True)  # killed before its first checkpoint
             run = [*words, "--runs-dir", str(folder.parent), "--run-name", folder.name]
+        print(f"{folder.name}: started", flush=True)
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         # In a session of its own: the terminal's Ctrl-C reaches it through the suite only.
         process = subprocess.Popen([sys.executable, *run], start_new_session=True, **streams)
@@ -119,7 +120,7 @@ def main(args) -> int:
     left = {folder: words for folder, words in runs.items() if not is_done(folder)}
     with ThreadPoolExecutor(args.jobs) as pool:
         args.runs_dir.mkdir(parents=True, exist_ok=True)
-        print(f"{len(runs)} runs, {len(left)} of them left", flush=True)
+        print(f"runs: {len(runs)}, left: {len(left)}, at once: {args.jobs}", flush=True)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, lambda *received: signals.append(received))
