@@ -271,6 +271,23 @@ def test_the_verdict(tmp_path):
     assert f"L = 36 against L = 64 | {behind:+.1f}% (" in page
 
 
+def test_human_normalised_scores(tmp_path):
+    """(score - random) / (human - random): Pong's are -20.7 and 14.6, Breakout's 1.7 and 30.5."""
+    games = {"ALE/Pong-v5": [14.6, -20.7], "BreakoutNoFrameskip-v4": [30.5, 59.3]}
+    make_arm(tmp_path / "runs", "abs", games)
+    games = {"ALE/Pong-v5": [-20.7, -20.7], "BreakoutNoFrameskip-v4": [1.7, 30.5]}
+    make_arm(tmp_path / "runs", "fixed", games, **FIXED)
+    out = make_report(tmp_path, human=True)
+    assert [float(row["mean"]) for row in table(out / "scores.csv")] == pytest.approx(
+        [0.5, 1.5, 0, 0.5], abs=1e-6
+    )
+    rows = table(out / "contrasts.csv")
+    assert [float(row["change"]) for row in rows] == pytest.approx([0.5, 1, 0.75])
+    assert {row["unit"] for row in rows} == {"human - random"}
+    make_arm(tmp_path / "other", "abs", {"breakout": [1, 2]})  # MinAtar's
+    assert "none of the 57" in refusal(tmp_path / "other", tmp_path / "other", human=True)
+
+
 def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
     """Guards against a mean over two programs, or two learning rates; --label says it is meant."""
     make_arm(tmp_path, "abs", {"breakout": [4, 5]}, adapt_rollout=True)

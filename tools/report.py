@@ -15,10 +15,14 @@ for the number of pairs of arms. p_improvement is the probability that a run of 
 than one of the other. Intervals are 95% bootstrap intervals, seeds resampled within game and arm.
 They are a little too narrow: over three games they hold the truth in 90% of cases with 5 seeds, and
 in 94% with 12, while p holds its level. With fewer than 5 seeds, every run is shown instead.
+
+With --human, a game's score is (score - random) / (human - random), by tools/human.csv: 1 is a
+professional's. Contrasts are differences of such scores, by game and as the mean over games.
 """
 
 import csv
 import fnmatch
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +51,7 @@ class Args:
     """two arms, the first against the second; by default each that adapts against each fixed one"""
     label: tuple[str, ...] = ()  # GLOB=NAME each: the arm of the runs in such folders
     window: float = 0.2  # share of the samples, the last ones, over which scores are taken
+    human: bool = False  # scores on Atari relative to random play and to a human
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Study:
     scores: dict[str, np.ndarray]  # (G, n) of each arm
     caption: str
     is_small: bool  # too few seeds for intervals and p
+    is_human: bool  # scores are human-normalised
 
     def run(self, arm: str) -> plot.Run:
         return self.arms[arm][0][0]
@@ -80,6 +86,8 @@ def read_study(args: Args) -> Study:
         total = run.args["total_timesteps"]
         if total != runs[0].args["total_timesteps"] or total > run.columns[STEP][-1]:
             raise ValueError(f"{run.folder} is unfinished, or not as long as {runs[0].folder}")
+    if args.human:
+        normalise(runs)
     runs.sort(key=lambda run: (not run.args["adapt_rollout"], run.args["num_steps"]))
     labelled = []
     for label in args.label:
@@ -121,7 +129,19 @@ def read_study(args: Args) -> Study:
     caption = f"seeds an arm: {len(seeds)}; {shown}; "
     caption += f"scores are over the last {100 * args.window:g}% of the samples"
     titles = [plot.title(game) for game in games]
-    return Study(titles, arms, scores, caption, is_small)
+    return Study(titles, arms, scores, caption, is_small, args.human)
+
+
+def normalise(runs: list[plot.Run]) -> None:
+    """Human-normalised returns in place of the game's points."""
+    with Path(__file__).with_name("human.csv").open() as file:
+        table = {row["game"]: row for row in csv.DictReader(file)}
+    for run in runs:
+        game = re.fullmatch(r"(?:ALE/)?(\w+?)(?:NoFrameskip)?-v\d", run.args["env_id"])
+        if not game or game[1] not in table:
+            raise ValueError(f"--human: {run.folder} is of none of the 57 games in human.csv")
+        random, human = float(table[game[1]]["random"]), float(table[game[1]]["human"])
+        run.columns[RETURN] = (run.columns[RETURN] - random) / (human - random)
 
 
 def score(run: plot.Run, window: float) -> float:
@@ -234,10 +254,11 @@ def contrast_rows(study: Study, pairs: list[tuple[str, str]]) -> list[dict]:
     rows, pooled = [], []
     for pair in pairs:
         scores = np.array([study.scores[arm] for arm in pair])  # (2, G, n)
-        has_log = scores.min(axis=(0, 2)) > 0
+        has_log = (scores.min(axis=(0, 2)) > 0) & (not study.is_human)
+        together = has_log | study.is_human
         chosen = list(zip(study.games, np.eye(len(study.games), dtype=bool), strict=True))
-        if has_log.any():
-            chosen.append(("All games", has_log))
+        if together.any():
+            chosen.append(("All games", together))
         for name, places in chosen:
             first, second = scores[:, places]
             row = {"arm": pair[0], "against": pair[1], "game": name}
@@ -247,14 +268,14 @@ def contrast_rows(study: Study, pairs: list[tuple[str, str]]) -> list[dict]:
                 row["unit"] = "%"
             else:
                 row |= interval("change", estimate(difference, first, second))
-                row["unit"] = "points"
+                row["unit"] = "human - random" if study.is_human else "points"
             if study.is_small:
                 del row["change_low"], row["change_high"]
             else:
                 row |= {"p": permutation_p(first, second), "p_holm": ""}
                 row |= interval("p_improvement", estimate(improvement, first, second))
             rows.append(row)
-        if has_log.any() and not study.is_small:
+        if together.any() and not study.is_small:
             pooled.append(rows[-1])
     for row, p in zip(pooled, holm([row["p"] for row in pooled]), strict=True):
         row["p_holm"] = p
@@ -295,7 +316,8 @@ def draw(study: Study, path: Path, panels: list[tuple], columns: int = 3, **opti
             else:
                 axis.fill_between(steps, *found[1:], color=colour, alpha=shade, linewidth=0)
         if axis in axes[:, 0]:
-            axis.set_ylabel(plot.TITLES.get(column, column))
+            label = plot.TITLES.get(column, column)
+            axis.set_ylabel("Return\n(human = 1)" if study.is_human and column == RETURN else label)
         axis.set_title(title, fontsize=10)
         plot.finish_axis(axis, runs, column)
     for axis in axes.flat[len(panels) :]:
@@ -323,6 +345,10 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     fixed = [arm for arm in study.arms if not study.run(arm).args["adapt_rollout"]]
     reference = [*fixed, *study.arms][0]
     level = study.scores[reference].mean(axis=1)[:, None]
+    unit = f"1 = score of {reference}"
+    if study.is_human:
+        level = np.ones_like(level)
+        unit = "1 = a human's score"
     usable = level[:, 0] > 0
     returns, lengths, rows = {}, {}, []
     for arm in study.arms:
@@ -338,7 +364,7 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     panels = [("Mean rollout length", LENGTH, lengths)]
     if returns:
         games = "1 game" if usable.sum() == 1 else f"{usable.sum()} games"
-        title = f"Interquartile mean of {games}; 1 = score of {reference}"
+        title = f"Interquartile mean of {games}; {unit}"
         panels.insert(0, (title, RELATIVE, returns))
     draw(study, out / "headline.png", panels, columns=1)
     return rows
