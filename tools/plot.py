@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["matplotlib", "numpy", "pillow", "tyro"]
+# ///
 """Draw one or several runs: return, the divergence that drives L, and L, over environment steps.
 
     python tools/plot.py runs/A runs/B ... [--out picture.png]
@@ -126,6 +130,7 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
             look = {"fontsize": 9, "color": "0.3", "transform": axis.get_yaxis_transform()}
             look |= {"ha": "left", "va": "top"} if end == "min" else {"ha": "right", "va": "bottom"}
+            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
             x = 0.005 if end == "min" else 0.995  # names are where curves seldom are
             axis.text(x, limit, f"${symbol}_\\{end}$ = {limit:g}", **look)
     axis.autoscale_view(scalex=False)  # axhline does not widen a view that a limit is in

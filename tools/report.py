@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["matplotlib", "numpy", "pillow", "scipy", "tyro"]
+# ///
 """Compare finished runs: contrasts between arms, scores and curves.
 
     python tools/report.py runs/suite --out report
