@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["tyro"]
-# ///
 r"""Many runs from one command: scripts x games x seeds x arms, some at once, over many sittings.
 
     python tools/suite.py --games Breakout Pong --seeds 1 2 3 --jobs 2 \
