@@ -502,7 +502,7 @@ def seed_all(seed, iteration) -> int:
 
 
 def run_folder(args):
-    """The run's folder, and its checkpoint if it is resumed. A new folder may not exist yet."""
+    """The run's folder, and its checkpoint if it is resumed. A new folder must not exist yet."""
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
     folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
     if folder.exists() and not args.resume:
@@ -571,7 +571,7 @@ class Run(AbstractContextManager):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.interrupt)
         self.row_at = time.perf_counter()
-        self.save_at = self.row_at  # the first save is due after the first iteration
+        self.save_at = self.row_at  # the first save, after one iteration, shows whether it works
 
     def lock(self):
         """Refuse a run that another process is using."""
@@ -637,7 +637,7 @@ class Run(AbstractContextManager):
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

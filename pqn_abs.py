@@ -11,7 +11,7 @@ these steps in a fixed number of mini-batches, and discards them.
 
 ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it measures the Behavioral
 Divergence (BD) δ_π: it samples M states s_i from the rollout, and counts in which share of them
-the updates changed the greedy action. θ_old is the network before these updates, θ the one after.
+its updates changed the greedy action. θ_old is the network before these updates, θ the one after.
 δ_min and δ_max say which divergence counts as stable and as volatile, and β is a step size:
 
     δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ]
@@ -22,9 +22,9 @@ the updates changed the greedy action. θ_old is the network before these update
 A volatile policy gets short rollouts, and so small batches. A stable policy gets long rollouts and
 large batches, and fewer gradient steps per environment step. In main, "ABS" marks its lines.
 
-One GPU; the ABS paper's settings, but for --episodic-life, without which a game may stall:
+One GPU; the ABS paper's settings and --episodic-life, a default without which a game may stall:
     python pqn_abs.py --env-id BreakoutNoFrameskip-v4
-A laptop without a GPU, on one thread; a short run needs smaller batches and less exploration:
+A laptop without a GPU, on one thread; smaller batches suit a short run:
     OMP_NUM_THREADS=1 python pqn_abs.py --num-envs 32 --num-minibatches 16 --adapt-frequency 10 \
         --exploration-fraction 0.2 --end-e 0.01 --total-timesteps 500000
 Plain PQN, with L = 32 throughout:
@@ -170,8 +170,8 @@ class EpisodicLife(VectorWrapper):
     """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
 
     Then the next action is fire_action instead of the agent's: games like Breakout wait for FIRE.
-    The environments must report info["lives"]. This adds to info where a whole game ended, and
-    which actions were executed. All are arrays (E,).
+    The environments must report info["lives"]. The wrapper adds to info where a whole game ended,
+    and which actions were executed. All are arrays (E,).
     """
 
     def __init__(self, envs, fire_action):
@@ -188,7 +188,7 @@ class EpisodicLife(VectorWrapper):
         actions = np.where(self.lost_life, self.fire_action, actions)
         obs, rewards, terminated, truncated, info = super().step(actions)
         game_over = terminated | truncated
-        # The next game may begin with fewer lives than the last one ended with.
+        # Where a game is over, these lives are the next game's, which may begin with fewer.
         self.lost_life = (info["lives"] < self.lives) & ~game_over
         self.lives = np.array(info["lives"])
         info = info | {"game_over": game_over, "executed_actions": actions}
@@ -221,7 +221,7 @@ def make_envs(args: Args):
         spec.kwargs["game"],
         args.num_envs,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
-        reward_clipping=False,
+        reward_clipping=False,  # main takes the sign
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
     if not args.episodic_life:
@@ -404,7 +404,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
             # 3. ABS: measure how much the updates changed the policy, and adapt the rollout length.
             divergence = None
             if is_measured:
-                sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
+                sample = torch.randperm(batch_size, device=device)[: args.reference_states]
                 with autocast:
                     divergence = behavioral_divergence(q_network, old_network, b_obs[sample])
                 adaptive_length = rollout_length(
@@ -510,7 +510,7 @@ def seed_all(seed, iteration) -> int:
 
 
 def run_folder(args):
-    """The run's folder, and its checkpoint if it is resumed. A new folder may not exist yet."""
+    """The run's folder, and its checkpoint if it is resumed. A new folder must not exist yet."""
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
     folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
     if folder.exists() and not args.resume:
@@ -579,7 +579,7 @@ class Run(AbstractContextManager):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.interrupt)
         self.row_at = time.perf_counter()
-        self.save_at = self.row_at  # the first save is due after the first iteration
+        self.save_at = self.row_at  # the first save, after one iteration, shows whether it works
 
     def lock(self):
         """Refuse a run that another process is using."""
@@ -645,7 +645,7 @@ class Run(AbstractContextManager):
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

@@ -35,7 +35,7 @@ network and the same L. If one process fails, torchrun ends them all, and --resu
 last checkpoint. In main, "ABS" marks its lines, and "torchrun" those that differ with several
 processes.
 
-One GPU, PQN-L; the ABS paper's settings, but for --episodic-life, without which a game may stall:
+One GPU, PQN-L; the ABS paper's settings, and --episodic-life, without which a game may stall:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
 PQN-XL:
     python pqn_abs_xl.py --size xl
@@ -214,8 +214,8 @@ class EpisodicLife(VectorWrapper):
     """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
 
     Then the next action is fire_action instead of the agent's: games like Breakout wait for FIRE.
-    The environments must report info["lives"]. This adds to info where a whole game ended, and
-    which actions were executed. All are arrays (E,).
+    The environments must report info["lives"]. The wrapper adds to info where a whole game ended,
+    and which actions were executed. All are arrays (E,).
     """
 
     def __init__(self, envs, fire_action):
@@ -232,7 +232,7 @@ class EpisodicLife(VectorWrapper):
         actions = np.where(self.lost_life, self.fire_action, actions)
         obs, rewards, terminated, truncated, info = super().step(actions)
         game_over = terminated | truncated
-        # The next game may begin with fewer lives than the last one ended with.
+        # Where a game is over, these lives are the next game's, which may begin with fewer.
         self.lost_life = (info["lives"] < self.lives) & ~game_over
         self.lives = np.array(info["lives"])
         info = info | {"game_over": game_over, "executed_actions": actions}
@@ -265,7 +265,7 @@ def make_envs(args: Args):
         spec.kwargs["game"],
         args.num_envs,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],  # sticky actions
-        reward_clipping=False,
+        reward_clipping=False,  # main takes the sign
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
     if not args.episodic_life:
@@ -611,7 +611,7 @@ def seed_all(seed, iteration) -> int:
 
 
 def run_folder(args):
-    """The run's folder, and its checkpoint if it is resumed. A new folder may not exist yet."""
+    """The run's folder, and its checkpoint if it is resumed. A new folder must not exist yet."""
     name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
     folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
     if folder.exists() and not args.resume:
@@ -680,7 +680,7 @@ class Run(AbstractContextManager):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.interrupt)
         self.row_at = time.perf_counter()
-        self.save_at = self.row_at  # the first save is due after the first iteration
+        self.save_at = self.row_at  # the first save, after one iteration, shows whether it works
 
     def lock(self):
         """Refuse a run that another process is using."""
@@ -767,7 +767,7 @@ class Follower(AbstractContextManager):
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while games load, Ctrl-C ends the program
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
         ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
