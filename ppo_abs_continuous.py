@@ -717,6 +717,8 @@ def launch(Args=Args, **parts):
             if config["script"] != SCRIPT:
                 raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
             args = tyro.cli(Args, default=Args(**config["args"]))
+            if args.env_id != config["args"]["env_id"]:
+                raise UsageError(f"--env-id: a run of {config['args']['env_id']} cannot change it")
         main(args, **parts)
     except (UsageError, FloatingPointError) as error:
         line = str(error).partition("\n")[0]

@@ -330,4 +330,5 @@ def test_the_crossed_verdict(tmp_path):
         assert f" | {effect:+.1f}% (" in line
     high, low = np.mean(effects[:5], axis=0)[2], np.mean(effects[5:], axis=0)[2]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"scored {-low:.0f}% less than L = 32, at four times it {high:.0f}% more" in readme
+    assert f"it scored {-low:.0f}% less than L = 32 at a quarter" in readme
+    assert f"and {high:.0f}% more at four times it" in readme

@@ -547,6 +547,9 @@ def test_resuming_what_is_no_run_is_refused(refused, train):
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace(pqn_abs.SCRIPT, "minatar_abs.py"))
     assert "start minatar_abs.py" in refused("--resume", folder, **on(FakeEnvs(2)))
+    (folder / "config.json").write_text(text)
+    another = ["--resume", folder, "--env-id", "PongNoFrameskip-v4"]
+    assert "--env-id: a run of Breakout" in refused(*another, **on(FakeEnvs(2)))
     (folder / "checkpoint.pt").unlink()
     assert "checkpoint.pt" in refused("--resume", folder, **on(FakeEnvs(2)))
 
