@@ -106,8 +106,8 @@ def picture(envs, observations):
         env = envs.unwrapped.envs[0]
         env.unwrapped.render_mode = "rgb_array"
         frame = env.render()
-    if frame.dtype != np.uint8:  # MinAtar's colours are from 0 to 1
-        frame = (255 * frame).astype(np.uint8)
+    if frame.dtype != np.uint8:  # MinAtar's colours are from 0 to 1, and dark on black
+        frame = (255 * frame**0.5).astype(np.uint8)
     scale = max(1, HEIGHT // len(frame))
     return frame.repeat(scale, 0).repeat(scale, 1)
 
