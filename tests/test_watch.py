@@ -187,3 +187,19 @@ def test_bad_input_is_one_line(words, says, tmp_path):
     out, error = end_of(start(TOOL, tmp_path, *words), status=2)
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("watch.py: ") and says in error
+
+
+def test_the_colour_film_is_of_the_game_that_is_played():
+    """Guards the film from another game: the same rewards, from the same seed and actions."""
+    envs = pqn_abs.make_envs(pqn_abs.Args(num_envs=2))
+    filmed = watch.atari_in_colour("BreakoutNoFrameskip-v4")
+    rng = np.random.default_rng(1)
+    envs.reset(seed=1)
+    filmed.reset(seed=1)
+    seen = []
+    for _ in range(400):
+        _, rewards, *_, info = envs.step(rng.integers(4, size=2))
+        screen, reward, *_ = filmed.step(info["executed_actions"][:1])
+        seen.append((np.sign(rewards[0]), reward[0]))
+    assert screen.shape == (1, 1, 210, 160, 3)
+    assert all(one == other for one, other in seen) and sum(one for one, _ in seen) > 2

@@ -9,9 +9,8 @@ training, FIRE follows it, and the game goes on. An agent of --no-episodic-life 
 until the time limit. How many games each of the parallel environments plays is fixed beforehand:
 the first to end would be the short ones.
 
-The video shows the first environment's first game, up to a minute of it, Atari as the agent sees
-it. On Linux without a screen, MuJoCo draws with MUJOCO_GL=egl; where that fails, set
-MUJOCO_GL=osmesa.
+The video shows the first environment's first game, up to a minute of it. On Linux without a
+screen, MuJoCo draws with MUJOCO_GL=egl; where that fails, set MUJOCO_GL=osmesa.
 """
 
 import importlib
@@ -21,11 +20,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import torch
 import tyro
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.spaces import Discrete
+from gymnasium.vector import AutoresetMode
 from PIL import Image
 from tqdm import tqdm
 
@@ -59,7 +60,7 @@ def find_parts(name: str) -> dict:
 
 
 def load_run(args):
-    """Its environments, and what acts in them. Prints which agent it is."""
+    """Its environments, what acts in them, and what is filmed. Prints which agent it is."""
     config = json.loads((args.run / "config.json").read_text())
     parts = find_parts(config["script"])
     if "make_envs" not in parts:
@@ -78,7 +79,25 @@ def load_run(args):
     if "observations" in checkpoint:  # ppo_abs_continuous.py scales by moments, frozen here
         normalizer = parts["Normalizer"](envs, run.gamma)
         normalizer.observations.load_state_dict(checkpoint["observations"])
-    return envs, make_actor(envs.single_action_space, network, normalizer)
+    act = make_actor(envs.single_action_space, network, normalizer)
+    if args.video and isinstance(envs.unwrapped, AtariVectorEnv):
+        return envs, act, atari_in_colour(run.env_id)
+    return envs, act, None
+
+
+def atari_in_colour(env_id):
+    """One game at the console's resolution. With the same seed and actions it goes the same way."""
+    spec = gymnasium.spec(env_id)
+    return AtariVectorEnv(
+        spec.kwargs["game"],
+        1,
+        repeat_action_probability=spec.kwargs["repeat_action_probability"],
+        autoreset_mode=AutoresetMode.SAME_STEP,
+        grayscale=False,
+        img_height=210,
+        img_width=160,
+        stack_num=1,
+    )
 
 
 def make_actor(space, network, normalizer=None):
@@ -98,10 +117,10 @@ def make_actor(space, network, normalizer=None):
     return act
 
 
-def picture(envs, observations):
-    """What the first environment shows, as bytes (height, width) or (height, width, 3)."""
-    if isinstance(envs.unwrapped, AtariVectorEnv):
-        frame = observations[0, -1]
+def picture(envs, screen):
+    """What the first environment shows, as bytes (height, width, 3). On Atari, it is on screen."""
+    if screen is not None:
+        frame = screen[0, 0]
     else:
         env = envs.unwrapped.envs[0]
         env.unwrapped.render_mode = "rgb_array"
@@ -112,20 +131,24 @@ def picture(envs, observations):
     return frame.repeat(scale, 0).repeat(scale, 1)
 
 
-def play(envs, act, args, film=None) -> list[float]:
+def play(envs, act, args, film=None, filmed=None) -> list[float]:
     """The scores of whole games of all environments. --video's pictures are added to film."""
     num_envs = envs.num_envs
     planned = [len(range(i, args.episodes, num_envs)) for i in range(num_envs)]
     scores = []
     observations, _ = envs.reset(seed=1)
+    screen = filmed.reset(seed=1)[0] if filmed else None
     score = np.zeros(num_envs)
     frames_left = 0 if film is None else LONGEST
     with tqdm(total=args.episodes, unit="game") as bar:
         while len(scores) < args.episodes:
             if frames_left > 0:
-                film.append(picture(envs, observations))
+                film.append(picture(envs, screen))
                 frames_left -= 1
-            observations, reward, terminated, truncated, info = envs.step(act(observations))
+            actions = act(observations)
+            observations, reward, terminated, truncated, info = envs.step(actions)
+            if filmed:
+                screen = filmed.step(info.get("executed_actions", actions)[:1])[0]
             score += reward
             ended = info.get("game_over", terminated | truncated)  # not where a life was lost
             for i in np.flatnonzero(ended):
@@ -147,9 +170,9 @@ def main(args):
             raise ValueError(f"--video {args.video}: there is no such folder")
         if sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")
-    envs, act = load_run(args)
+    envs, act, filmed = load_run(args)
     film = [] if args.video else None
-    scores = np.array(play(envs, act, args, film))
+    scores = np.array(play(envs, act, args, film, filmed))
     if args.video:
         first, *others = map(Image.fromarray, film)
         look = {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
