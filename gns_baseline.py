@@ -388,7 +388,7 @@ def next_length(args, adaptive_length, divergence, noise_avg, squared_norm_avg, 
     )
 
 
-def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length) -> Path:
+def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length):
     """Train, and return the run's folder. rollout_length is only called with --signal bd."""
     check_args(args)
     device, bfloat16 = pick_device(args)
@@ -421,7 +421,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     check_parts(args, envs, q_network(next_obs))
     score = np.zeros(num_envs)  # points so far in each environment's game
     with closing(envs), Run(args, folder, device, bfloat16, saved) as run:
-        finished = global_step >= args.total_timesteps
+        finished = False
         while not finished:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
@@ -622,6 +622,9 @@ def run_folder(args):
     if args.resume:
         # With weights_only, a file from someone else cannot run code.
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if saved["global_step"] >= args.total_timesteps:
+            steps = f"{saved['global_step']:,} steps"
+            raise UsageError(f"{folder} has made its {steps}: give a larger --total-timesteps")
     return folder, saved
 
 
@@ -748,6 +751,9 @@ class Run(AbstractContextManager):
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
+    for name in parts:
+        if name not in main.__kwdefaults__:
+            raise TypeError(f"launch() has the parts {', '.join(main.__kwdefaults__)}, not {name}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.

@@ -331,7 +331,7 @@ def rollout_length(
     return (1 - beta) * adaptive_length + beta * target
 
 
-def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_length) -> Path:
+def main(args, *, CausalTransformer=CausalTransformer, rollout_length=rollout_length):
     """Train, and return the run's folder. Pass your own CausalTransformer or rollout_length."""
     check_args(args)
     folder, saved = run_folder(args)  # saved is what a checkpoint holds; empty in a new run
@@ -362,7 +362,7 @@ def main(args, CausalTransformer=CausalTransformer, rollout_length=rollout_lengt
     temperature = args.temperature if args.behavior_noise == "temperature" else 1.0
     exam = draw_problems(random.Random(0), 256, held_out=True)  # the same in every run
     with Run(args, folder, DEVICE, bfloat16, saved) as run:
-        finished = global_step >= args.total_timesteps
+        finished = False
         while not finished:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
@@ -511,6 +511,9 @@ def run_folder(args):
     if args.resume:
         # With weights_only, a file from someone else cannot run code.
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if saved["global_step"] >= args.total_timesteps:
+            steps = f"{saved['global_step']:,} steps"
+            raise UsageError(f"{folder} has made its {steps}: give a larger --total-timesteps")
     return folder, saved
 
 
@@ -637,6 +640,9 @@ class Run(AbstractContextManager):
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
+    for name in parts:
+        if name not in main.__kwdefaults__:
+            raise TypeError(f"launch() has the parts {', '.join(main.__kwdefaults__)}, not {name}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.

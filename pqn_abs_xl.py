@@ -381,7 +381,7 @@ def own_seed(seed, iteration) -> int:
     return seed_all(seed, iteration * WORLD_SIZE + RANK)
 
 
-def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length) -> Path:
+def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length):
     """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
     check_args(args)
     device, bfloat16 = join_processes(args)  # torchrun
@@ -414,7 +414,7 @@ def main(args, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_le
     score = np.zeros(num_envs)  # points so far in each environment's game
     writer = Run(args, folder, device, bfloat16, saved) if RANK == 0 else Follower()  # torchrun
     with closing(envs), writer as run:
-        finished = global_step >= args.total_timesteps
+        finished = False
         while not finished:
             iteration += 1
             # Seed each iteration anew, so that a resumed run needs no saved generator states.
@@ -620,6 +620,9 @@ def run_folder(args):
     if args.resume:
         # With weights_only, a file from someone else cannot run code.
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if saved["global_step"] >= args.total_timesteps:
+            steps = f"{saved['global_step']:,} steps"
+            raise UsageError(f"{folder} has made its {steps}: give a larger --total-timesteps")
     return folder, saved
 
 
@@ -767,6 +770,9 @@ class Follower(AbstractContextManager):
 
 def launch(Args=Args, **parts):
     """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
+    for name in parts:
+        if name not in main.__kwdefaults__:
+            raise TypeError(f"launch() has the parts {', '.join(main.__kwdefaults__)}, not {name}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.

@@ -155,7 +155,7 @@ def test_an_empty_panel_says_what_is_missing(script, column, tmp_path):
 @pytest.mark.parametrize(
     "bad, out, says",
     [
-        ("empty", "plot.png", "No such file"),
+        ("empty", "plot.png", "is not the folder of a run"),
         ("header", "plot.png", "no data"),
         ("tokens", "plot.png", "results/p3o_tokens/figure.py"),
         ("good", "plot.jpg", "must end in .png, .svg or .pdf"),

@@ -550,6 +550,8 @@ def test_resuming_what_is_no_run_is_refused(refused, train):
     (folder / "config.json").write_text(text)
     another = ["--resume", folder, "--env-id", "PongNoFrameskip-v4"]
     assert "--env-id: a run of Breakout" in refused(*another, **on(FakeEnvs(2)))
+    fewer = ["--resume", folder, "--total-timesteps", 1]
+    assert "steps: give a larger --total-timesteps" in refused(*fewer, **on(FakeEnvs(2)))
     (folder / "checkpoint.pt").unlink()
     assert "checkpoint.pt" in refused("--resume", folder, **on(FakeEnvs(2)))
 
@@ -653,4 +655,6 @@ def test_parts_that_do_not_fit_are_refused(refused, num_envs, network, attribute
     """Guards those who bring environments or a network: a line, not wrong targets or a hang."""
     envs = FakeEnvs(num_envs)
     setattr(envs, attribute, value)
+    with pytest.raises(TypeError, match=r"QNetwork, rollout_length, not make_env$"):
+        pqn_abs.launch(make_env=envs)
     refused("--num-envs", 2, "--num-minibatches", 1, *ON_A_CPU, **on(envs, network))

@@ -166,8 +166,10 @@ def test_a_video_of_the_first_environments_first_game(minatar_run, tmp_path):
     process = start(TOOL, minatar_run, "--episodes", "3", "--video", tmp_path / "a.gif")
     out, error = end_of(process)
     assert "0/3 [" in error and "3/3 [" in error
-    agent = json.loads(out.splitlines()[0])
+    agent, path, _ = out.splitlines()
+    agent = json.loads(agent)
     assert (agent["script"], agent["env_id"]) == ("minatar_abs.py", "breakout")
+    assert path == str(tmp_path / "a.gif")
     with Image.open(tmp_path / "a.gif") as film:
         assert film.size == (420, 420)
         assert 3 < film.n_frames <= watch.LONGEST
@@ -187,6 +189,8 @@ def test_bad_input_is_one_line(words, says, tmp_path):
     out, error = end_of(start(TOOL, tmp_path, *words), status=2)
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("watch.py: ") and says in error
+    with pytest.raises(ValueError, match="is not the folder of a run"):
+        watch.load_run(watch.Args(tmp_path.parent))
 
 
 def test_the_colour_film_is_of_the_game_that_is_played():

@@ -79,9 +79,16 @@ def title(env_id: str) -> str:
     return words.title() if words.islower() else words
 
 
+def read_config(folder: Path) -> dict:
+    """What a run's config.json says."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not the folder of a run: it has no config.json")
+    return json.loads((folder / "config.json").read_text())
+
+
 def read_run(folder: Path) -> Run:
     """A run, finished or not."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     args = config["args"] | {"script": Path(config["script"]).stem}
     if args["script"] == "p3o_tokens":
         raise ValueError(f"{folder}: results/p3o_tokens/figure.py draws runs of p3o_tokens.py")

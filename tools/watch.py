@@ -61,7 +61,7 @@ def find_parts(name: str) -> dict:
 
 def load_run(args):
     """Its environments, what acts in them, and what is filmed. Prints which agent it is."""
-    config = json.loads((args.run / "config.json").read_text())
+    config = plot.read_config(args.run)
     parts = find_parts(config["script"])
     if "make_envs" not in parts:
         raise ValueError(f"a run of {config['script']}, which has no environments")
@@ -178,6 +178,7 @@ def main(args):
         look = {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
         with plot.replacing(args.video) as beside:
             first.save(beside, save_all=True, append_images=others, **look)
+        print(args.video)
     games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
     text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
