@@ -77,6 +77,16 @@ def test_a_run_that_training_wrote_is_drawn(train):
         assert len(lines_of(axis)[0]) > 3 and not words_in(axis)
 
 
+def test_more_columns_are_drawn_below(tmp_path):
+    metrics = HEADER.replace("\n", ",losses/td_loss\n") + "64,,32,0.9,0.5\n128,3.0,32,,0.25\n"
+    run = make_run(tmp_path / "a", metrics)
+    panel = plot.draw([plot.read_run(run)], ("losses/td_loss",)).axes[3]
+    assert (lines_of(panel), panel.get_ylabel()) == ([[[64, 0.5], [128, 0.25]]], "losses/td_loss")
+    assert not limits_of(panel)
+    with pytest.raises(ValueError, match="--also loss: .* has global_step, "):
+        plot.main(plot.Args((run,), also=("loss",)))
+
+
 def test_kl_is_drawn_where_it_drives_l(tmp_path):
     metrics = (HEADER + ROWS).replace("abs/behavioral_divergence", "abs/kl_divergence")
     ppo = make_run(tmp_path / "ppo", metrics, **PPO)

@@ -6,7 +6,8 @@
 
     python tools/plot.py runs/A runs/B ... [--out picture.png]
 
-A run in progress is drawn as far as it is. tools/report.py compares finished runs, with intervals.
+A run in progress is drawn as far as it is. With --also charts/updates, there is one more panel, of
+that column of metrics.csv. tools/report.py compares finished runs, with intervals.
 """
 
 import csv
@@ -29,6 +30,7 @@ STEP, RETURN, LENGTH = "global_step", "charts/episodic_return", "abs/rollout_len
 DIVERGENCE, KL = "abs/behavioral_divergence", "abs/kl_divergence"
 TITLES = {RETURN: "Return\n(points)", LENGTH: "Rollout length L\n(steps)"}
 TITLES |= {DIVERGENCE: "Behavioral divergence\n(share of states)", KL: "KL divergence\n(nats)"}
+TITLES["charts/updates"] = "Gradient steps"
 COLOURS = matplotlib.color_sequences["petroff10"]  # can be told apart with colour-blind eyes
 MARKERS = "osD^vXP"  # and without colours
 plt.switch_backend("Agg")  # draws without a screen
@@ -40,6 +42,7 @@ plt.rcParams.update({"axes.axisbelow": True, "grid.color": "0.92", "legend.frame
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # folders of runs
     out: Path | None = None  # the picture: .png, .svg or .pdf; by default plot.png in the first run
+    also: tuple[str, ...] = ()  # more columns of metrics.csv to draw, for example charts/updates
 
 
 @dataclass(eq=False)
@@ -149,21 +152,21 @@ def legend(figure: plt.Figure, lines: dict[str, plt.Line2D]) -> None:
     figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=columns)
 
 
-def draw(runs: list[Run]) -> plt.Figure:
+def draw(runs: list[Run], also: tuple[str, ...] = ()) -> plt.Figure:
     names = [f"{run.game}, {run.arm}, seed {run.args['seed']}" for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
-    panels = [RETURN, *sorted({run.signal for run in runs}), LENGTH]
+    panels = [RETURN, *sorted({run.signal for run in runs}), LENGTH, *also]
     size = (8, 2.1 * len(panels) + 0.5)
     figure, axes = plt.subplots(len(panels), sharex=True, figsize=size, layout="constrained")
     lines = {}
     for axis, column in zip(axes, panels, strict=True):
         for i, run in enumerate(runs):
-            if column in (RETURN, LENGTH, run.signal):
+            if column not in (DIVERGENCE, KL) or column == run.signal:
                 known = np.isfinite(run.columns[column])
                 points = run.columns[STEP][known], run.columns[column][known]
                 (lines[names[i]],) = axis.plot(*points, **style(i, known.sum()))
-        axis.set_ylabel(TITLES[column])
+        axis.set_ylabel(TITLES.get(column, column))
         finish_axis(axis, runs, column)
     figure.supxlabel("Environment steps", fontsize=10)
     legend(figure, lines)
@@ -196,7 +199,12 @@ def main(args: Args) -> None:
     out = args.out or args.runs[0] / "plot.png"
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--out {out}: it must end in .png, .svg or .pdf")
-    save(draw([read_run(folder) for folder in args.runs]), out)
+    runs = [read_run(folder) for folder in args.runs]
+    for run in runs:
+        for column in args.also:
+            if column not in run.columns:
+                raise ValueError(f"--also {column}: {run.folder} has {', '.join(run.columns)}")
+    save(draw(runs, args.also), out)
     print(out)
 
 
