@@ -1,8 +1,7 @@
-"""The ruler gives known speeds of scripts whose speed is known, in both of its ways."""
+"""The ruler gives known speeds of scripts whose speed is known."""
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,32 +10,6 @@ from helpers import end_of, start
 
 import pqn_abs
 from tools import speed
-
-# A training script by its own account: an iteration has 20 steps and takes 0.02 s, or --slower.
-FAKE = """
-import sys, time
-from pathlib import Path
-
-words = [word for word in sys.argv[1:] if word != "--no-adapt-rollout"]
-words = dict(zip(words[::2], words[1::2]))
-folder = Path(words["--runs-dir"], str(time.time()))
-folder.mkdir()
-metrics = (folder / "metrics.csv").open("a", buffering=1)
-metrics.write(words.get("--header", "global_step,charts/seconds") + "\\n")
-seconds = 0.0
-for step in range(20, int(words["--total-timesteps"]) + 1, 20):
-    time.sleep(0.002)
-    seconds += 0.02 * float(words.get("--slower", 1))
-    metrics.write(f"{step},{seconds:.2f}\\n")
-"""
-
-
-@pytest.fixture
-def fake(tmp_path, monkeypatch):
-    """The words that start it."""
-    monkeypatch.chdir(tmp_path)
-    Path("fake.py").write_text(FAKE)
-    return f"{sys.executable} {tmp_path}/fake.py"
 
 
 @pytest.fixture
@@ -95,38 +68,20 @@ def test_the_own_command_is_one_that_pqn_abs_takes(clock, capsys):
         assert not args.adapt_rollout and args.total_timesteps in (20_000, 80_000)
 
 
-def test_the_options_of_a_turn_are_ones_that_pqn_abs_takes(monkeypatch, tmp_path):
-    class Started(Exception):
-        pass
-
-    def popen(words, **options):
-        pqn_abs.check_args(tyro.cli(pqn_abs.Args, args=words[1:]))
-        raise Started
-
-    monkeypatch.setattr(speed.subprocess, "Popen", popen)
-    with pytest.raises(Started):
-        next(speed.take_turns({"a": ["pqn_abs.py"]}, speed.Args(), tmp_path))
-
-
-def test_turns_of_two_versions(fake):
-    words = ["--turns", f"a={fake}", f"b={fake} --slower 4", "--repeats", "3"]
-    out, error = end_of(start(speed.__file__, *words))
-    assert out.splitlines()[0] == "name,steps_per_second"
-    assert sorted(out.splitlines()[1:]) == ["a,1000.0"] * 3 + ["b,250.0"] * 3
-    assert error.splitlines()[-1] == "| b | 250 | 4.00 (4.00 to 4.00) |"
-
-
 @pytest.mark.parametrize(
     "words, says",
     [
         (["--peer", "a"], "it must be NAME=COMMAND"),
         (["--peer", "pqn_abs.py=x"], "each name once"),
-        (["--turns", "a=python -c 1/0"], "ZeroDivisionError"),
-        (["--turns", "a=no-such-command"], "no-such-command"),
-        (["--turns", "a='"], "No closing quotation"),
+        (["--peer", "a='"], "No closing quotation"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--short", "100", "--long", "100"], "--short less than --long"),
     ],
 )
 def test_bad_input_is_one_line(words, says):
     assert says in refuses(*words)
+
+
+def test_a_command_that_fails_says_why():
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        speed.run_once([sys.executable, "-c", "1 / 0"], 1)

@@ -3,20 +3,13 @@
     python tools/speed.py --peer "CleanRL=python pqn_atari_envpool.py --num-envs 128 --num-steps 32
         --num-minibatches 4 --update-epochs 2 --total-timesteps {steps}"
 
-Each script runs once for few steps and once for many. Its speed is the extra steps over the extra
-seconds: imports, loading games and saving are left out.
-
-    python tools/speed.py --turns "before=python ../before/pqn_abs.py" "after=python pqn_abs.py"
-
---turns is for a machine whose speed varies within minutes: all versions start, and one at a time
-goes on for some iterations and is stopped again (SIGSTOP), in an order drawn anew in each repeat.
-Samples go to stdout as CSV, and a table of them to stderr. Runs on Linux and macOS.
+In each repeat, each script runs once for few steps and once for many, in an order drawn anew. Its
+speed is the extra steps over the extra seconds: imports, loading games and saving are left out.
+Samples go to stdout as CSV, and a table of them to stderr.
 """
 
-import csv
 import random
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +21,6 @@ from statistics import median
 import tyro
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pqn_abs.py"
-ITERATIONS = 3  # that count in a turn; one more goes before them, torn by the stop
 
 
 @dataclass
@@ -37,19 +29,7 @@ class Args:
     """NAME=COMMAND, once for each; {steps} in it stands for its number of steps"""
     short: int = 16_384  # steps of the short runs
     long: int = 81_920  # steps of the long runs
-    turns: tuple[str, ...] = ()  # NAME=COMMAND each, instead of all this: versions that take turns
-    repeats: int = 3  # of all runs or turns
-
-
-def read_commands(texts, commands) -> dict[str, list[str]]:
-    """These commands and those of the texts, by name."""
-    for text in texts:
-        name, _, words = text.partition("=")
-        words = shlex.split(words)
-        if not (name.strip() and words) or name in commands:
-            raise ValueError(f"{text!r}: it must be NAME=COMMAND, each name once")
-        commands = commands | {name: words}
-    return commands
+    repeats: int = 3  # of all runs
 
 
 def run_once(command, steps) -> float:
@@ -73,65 +53,20 @@ def measure(commands, args):
             yield name, (args.long - args.short) / seconds
 
 
-def read_rows(folder) -> list[tuple[int, float]]:
-    """Step and seconds of each row of a run's metrics.csv."""
-    text = "".join(path.read_text() for path in folder.glob("*/metrics.csv"))
-    table = csv.DictReader(text.splitlines())
-    return [(int(row["global_step"]), float(row["charts/seconds"])) for row in table]
-
-
-def wait(process, folder, more) -> list[tuple[int, float]]:
-    """The rows of a run's metrics.csv, as soon as there are so many more."""
-    before = len(read_rows(folder))
-    while len(rows := read_rows(folder)) < before + more:
-        if process.poll() is not None:
-            raise ValueError(f"a version ended: {(folder / 'log').read_text()[-200:]!r}")
-        time.sleep(0.02)
-    return rows
-
-
-def take_turns(commands, args, folder):
-    """For each repeat and version: its name and its steps per second. Others stand still."""
-    versions = {}
-    endless = "--no-adapt-rollout --total-timesteps 1000000000 --checkpoint-every 1000000"
-    try:
-        for name, words in commands.items():
-            own = folder / str(len(versions))
-            own.mkdir()
-            words = [*words, "--runs-dir", str(own), *endless.split()]
-            with (own / "log").open("w") as log:
-                process = subprocess.Popen(words, stdout=log, stderr=log)
-            versions[name] = process, own
-            wait(process, own, 2)
-            process.send_signal(signal.SIGSTOP)
-        for _ in range(args.repeats):
-            for name in random.sample(list(versions), len(versions)):
-                process, own = versions[name]
-                process.send_signal(signal.SIGCONT)
-                rows = wait(process, own, 1 + ITERATIONS)
-                process.send_signal(signal.SIGSTOP)
-                (first, start), (last, end) = rows[-1 - ITERATIONS], rows[-1]
-                yield name, (last - first) / (end - start)
-    finally:
-        for process, _ in versions.values():
-            process.kill()
-            process.wait()
-
-
 def main(args):
     if args.repeats < 1 or not 0 < args.short < args.long:
         raise ValueError("--repeats must be at least 1, and --short less than --long")
     with tempfile.TemporaryDirectory() as folder:
         own = f"--no-adapt-rollout --runs-dir {folder} --total-timesteps {{steps}}"
         commands = {"pqn_abs.py": [sys.executable, str(SCRIPT), *own.split()]}
-        commands = read_commands(args.peer, commands)
-        samples = measure(commands, args)
-        if args.turns:
-            commands = read_commands(args.turns, {})
-            samples = take_turns(commands, args, Path(folder))
+        for text in args.peer:
+            name, _, words = text.partition("=")
+            if not (name.strip() and words.strip()) or name in commands:
+                raise ValueError(f"{text!r}: it must be NAME=COMMAND, each name once")
+            commands[name] = shlex.split(words)
         speeds = {name: [] for name in commands}
         print("name,steps_per_second", flush=True)
-        for name, speed in samples:
+        for name, speed in measure(commands, args):
             speeds[name].append(speed)
             print(f"{name},{speed:.1f}", flush=True)
     first = next(iter(speeds))
