@@ -540,7 +540,7 @@ def check_policy(args, envs, outputs):
     space = envs.single_action_space
     is_same_step = envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
     if not is_same_step or space.start != 0:
-        raise UsageError("make_envs must return actions from 0 up and same-step autoreset")
+        raise UsageError("make_envs must return actions from 0 up and autoreset_mode SAME_STEP")
     shapes = [tuple(output.shape) for output in outputs]
     expected = [(args.num_envs, int(space.n)), (args.num_envs,)]
     if shapes != expected:  # others would be broadcast, and a wrong action can hang an emulator
@@ -585,8 +585,7 @@ def run_folder(args):
         # With weights_only, a file from someone else cannot run code.
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         if saved["global_step"] >= args.total_timesteps:
-            steps = f"{saved['global_step']:,} steps"
-            raise UsageError(f"{folder} has made its {steps}: give a larger --total-timesteps")
+            raise UsageError(f"{folder} has no steps left: give a larger --total-timesteps")
     return folder, saved
 
 
@@ -637,7 +636,7 @@ class Run(AbstractContextManager):
                 shutil.rmtree(folder)
             raise
         first = saved.get("global_step", 0)
-        self.bar = tqdm(total=args.total_timesteps, initial=first, unit_scale=True)
+        self.bar = tqdm(total=args.total_timesteps, initial=first, unit="", unit_scale=True)
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
         self.interrupted = False
         self.handlers = {}  # the old ones; __exit__ restores them
@@ -708,7 +707,7 @@ class Run(AbstractContextManager):
         if not (self.folder / "checkpoint.pt").exists():
             shutil.rmtree(self.folder)
         if kind is None:
-            print(f"saved; to continue, run again with --resume '{self.folder}'", file=sys.stderr)
+            print(f"saved in {self.folder}; --resume goes on if steps are left", file=sys.stderr)
 
 
 def launch(Args=Args, **parts):

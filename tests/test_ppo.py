@@ -367,6 +367,6 @@ def test_parts_that_break_the_promise(train, tmp_path, script):
         train(script, FakeEnvs(3), num_envs=2)
     envs = FakeEnvs(3)
     envs.single_action_space = Discrete(4, start=-1)
-    with pytest.raises(script.UsageError, match="actions from 0 up and same-step autoreset"):
+    with pytest.raises(script.UsageError, match="actions from 0 up and autoreset_mode SAME_STEP"):
         train(script, envs)
     assert list(tmp_path.iterdir()) == []

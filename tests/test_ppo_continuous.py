@@ -341,5 +341,5 @@ def test_parts_that_it_cannot_learn_with(train, tmp_path):
     assert "Box (A,)" in refused(train, tmp_path, envs, network=lambda envs: network)
     envs = ToyEnvs(3)
     envs.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-    assert "same-step autoreset" in refused(train, tmp_path, envs)
+    assert "autoreset_mode SAME_STEP" in refused(train, tmp_path, envs)
     assert "[(2, 2), (2,)], not [(3, 2), (3,)]" in refused(train, tmp_path, ToyEnvs(3), num_envs=2)

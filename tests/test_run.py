@@ -551,7 +551,7 @@ def test_resuming_what_is_no_run_is_refused(refused, train):
     another = ["--resume", folder, "--env-id", "PongNoFrameskip-v4"]
     assert "--env-id: a run of Breakout" in refused(*another, **on(FakeEnvs(2)))
     fewer = ["--resume", folder, "--total-timesteps", 1]
-    assert "steps: give a larger --total-timesteps" in refused(*fewer, **on(FakeEnvs(2)))
+    assert "no steps left: give a larger --total-timesteps" in refused(*fewer, **on(FakeEnvs(2)))
     (folder / "checkpoint.pt").unlink()
     assert "checkpoint.pt" in refused("--resume", folder, **on(FakeEnvs(2)))
 

@@ -62,7 +62,7 @@ LIMITS = {
     "tokens a code line": 9.8,
     "lines of main": 155,
     "functions inside main": 0,
-    "lines below the banner": 258,  # after which nothing is about the algorithm
+    "lines below the banner": 261,  # after which nothing is about the algorithm
 }
 LAYOUT = [tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT]
 

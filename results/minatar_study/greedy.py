@@ -24,7 +24,8 @@ for arm in arms:
     scores[arm] = np.array([[means[arm, game, seed] for seed in seeds] for game in games])
     cells = [f"{values.mean():.2f} ({values.std(ddof=1):.2f})" for values in scores[arm]]
     print(f"| {arm} | {' | '.join(cells)} |")
-for row in contrast_rows(Study(games, {}, scores, ""), ["ab", "ac", "de", "da"]):
+study = Study(games, {}, scores, caption="", is_small=False, is_human=False)
+for row in contrast_rows(study, ["ab", "ac", "de", "da"]):
     if row["game"] == "All games":
         interval = f"{row['change']:+.1f}% ({row['change_low']:.1f} to {row['change_high']:.1f})"
         print(f"{row['arm']} - {row['against']}: {interval}, p {row['p']:.2g}, {row['p_holm']:.2g}")
