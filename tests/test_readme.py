@@ -32,5 +32,7 @@ def test_the_loop_runs():
 def test_every_linked_file_exists():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/**/*.md")]
     for page in pages:
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        text = page.read_text()
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r'src="([^"]+)"', text)
+        for link in links:
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
