@@ -698,7 +698,7 @@ class Run(AbstractContextManager):
         if not (self.folder / "checkpoint.pt").exists():
             shutil.rmtree(self.folder)
         if kind is None:
-            print(f"saved; if steps are left, --resume '{self.folder}' goes on", file=sys.stderr)
+            print(f"saved; to continue or to extend it: --resume '{self.folder}'", file=sys.stderr)
 
 
 def launch(Args=Args, **parts):

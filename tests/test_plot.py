@@ -83,7 +83,7 @@ def test_more_columns_are_drawn_below(tmp_path):
     panel = plot.draw([plot.read_run(run)], ("losses/td_loss",)).axes[3]
     assert (lines_of(panel), panel.get_ylabel()) == ([[[64, 0.5], [128, 0.25]]], "losses/td_loss")
     assert not limits_of(panel)
-    with pytest.raises(ValueError, match=r"--also loss: .* has global_step, "):
+    with pytest.raises(ValueError, match=r"--also loss: .* has only global_step, "):
         plot.main(plot.Args((run,), also=("loss",)))
 
 

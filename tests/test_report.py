@@ -278,6 +278,7 @@ def test_the_greedy_scores_of_the_study():
     page = " ".join((study / "README.md").read_text().split())
     cells, contrasts = out.splitlines()[:5], out.splitlines()[5:]
     assert all(line in page for line in cells)
+    assert len(contrasts) == 4
     for line in contrasts:
         pair, _, found = line.replace(", p ", ", ").partition(": ")
         assert f"{pair} {found}" in page
@@ -328,19 +329,21 @@ def test_the_crossed_verdict(tmp_path):
     assert len(scores) == 10
     page = (ROOT / "results" / "crossed_schedules" / "README.md").read_text()
     by_setting = page[page.index("## Which settings make the difference") :]
-    effects = []
+    effects, leads = [], {}
     for (rate, game), arms in sorted(scores.items()):
         assert [len(arms[arm]) for arm in "ARXC"] == [8] * 4
         whole = np.mean([*arms.values()])
         pairs = [np.mean(arms[a]) - np.mean(arms[b]) for a, b in ("RX", "AR", "AC")]
         effects.append(100 * np.array(pairs) / whole)
+        leads.setdefault(rate, []).append(np.mean(np.log(arms["A"])) - np.mean(np.log(arms["C"])))
         row = by_setting.partition(f"| {rate}, {game.replace('_', ' ').title()} | ")[2]
         printed = [float(cell.split()[0]) for cell in row.partition(" |\n")[0].split(" | ")]
         assert printed == pytest.approx(effects[-1], abs=0.051)
     for pair, effect in zip(["R - X", "A - R", "A - C"], np.mean(effects, axis=0), strict=True):
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {pair}: "))
         assert f" | {effect:+.1f}% (" in line
-    high, low = np.mean(effects[:5], axis=0)[2], np.mean(effects[5:], axis=0)[2]
+    high, low = (100 * np.expm1(np.mean(leads[rate])) for rate in ("high", "low"))
+    assert f"is {low:+.1f}% from L = 32 at the low rate, and {high:+.1f}% at the high one" in page
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Exploratory: {-low:.0f}% less than L = 32 at a quarter of that rate" in readme
+    assert f"Exploratory, whole runs: {-low:.0f}% less than L = 32 at a quarter of" in readme
     assert f"{high:.0f}% more at four times it" in readme

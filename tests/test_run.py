@@ -655,6 +655,9 @@ def test_parts_that_do_not_fit_are_refused(refused, num_envs, network, attribute
     """Guards those who bring environments or a network: a line, not wrong targets or a hang."""
     envs = FakeEnvs(num_envs)
     setattr(envs, attribute, value)
-    with pytest.raises(TypeError, match=r"QNetwork, rollout_length, not make_env$"):
-        pqn_abs.launch(make_env=envs)
     refused("--num-envs", 2, "--num-minibatches", 1, *ON_A_CPU, **on(envs, network))
+
+
+def test_a_part_that_main_does_not_have_is_named():
+    with pytest.raises(TypeError, match=r"QNetwork, rollout_length, not make_env$"):
+        pqn_abs.launch(make_env=FakeEnvs)

@@ -235,7 +235,7 @@ def test_steps_count_both_processes_and_the_first_one_writes(pair):
         assert len(seen["steps"]["obs"]) == sum(lengths)
     names = {path.name for path in pair.run.iterdir()}
     assert names == {"checkpoint.pt", "config.json", "metrics.csv", "xl_run.py", "pqn_abs_xl.py"}
-    assert pair.output.count("saved; if steps") == 1
+    assert pair.output.count("saved; to continue") == 1
 
 
 @pytest.mark.parametrize("processes", [2, 1])

@@ -42,7 +42,8 @@ plt.rcParams.update({"axes.axisbelow": True, "grid.color": "0.92", "legend.frame
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # folders of runs
     out: Path | None = None  # the picture: .png, .svg or .pdf; by default plot.png in the first run
-    also: tuple[str, ...] = ()  # more columns of metrics.csv to draw, for example charts/updates
+    also: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """one more column of metrics.csv to draw, for example charts/updates; once for each"""
 
 
 @dataclass(eq=False)
@@ -162,7 +163,7 @@ def draw(runs: list[Run], also: tuple[str, ...] = ()) -> plt.Figure:
     lines = {}
     for axis, column in zip(axes, panels, strict=True):
         for i, run in enumerate(runs):
-            if column not in (DIVERGENCE, KL) or column == run.signal:
+            if column not in (DIVERGENCE, KL) or column in (run.signal, *also):
                 known = np.isfinite(run.columns[column])
                 points = run.columns[STEP][known], run.columns[column][known]
                 (lines[names[i]],) = axis.plot(*points, **style(i, known.sum()))
@@ -203,7 +204,7 @@ def main(args: Args) -> None:
     for run in runs:
         for column in args.also:
             if column not in run.columns:
-                raise ValueError(f"--also {column}: {run.folder} has {', '.join(run.columns)}")
+                raise ValueError(f"--also {column}: {run.folder} has only {', '.join(run.columns)}")
     save(draw(runs, args.also), out)
     print(out)
 
