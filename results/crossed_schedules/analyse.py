@@ -17,6 +17,7 @@ from tools import plot, report
 ARMS = "A R X C".split()
 CONTRASTS = [("R", "X"), ("A", "R"), ("A", "C")]  # primary
 RATES = {"low": 2.5e-4, "high": 4e-3}
+WITHIN = ("high_breakout", "high_seaquest", "low_asterix", "low_breakout")  # pairs of arm X
 RUNS = 320  # 4 arms, 10 settings, 8 seeds
 CHUNKS, CHUNK = 200, 500  # 100,000 resamples, and as many permutations
 MARGIN = 5  # percent
@@ -108,6 +109,9 @@ def groups(relative, settings):
     smallest_first = np.abs(differences.mean(axis=1)).argsort()
     for left_out in (1, 2):
         chosen[f"without the {left_out} largest R - X"] = smallest_first[:-left_out]
+    within = [i for i, name in enumerate(settings) if name in WITHIN]
+    chosen["pairs within a rate"] = within
+    chosen["pairs across rates"] = [i for i in range(len(settings)) if i not in within]
     pairs = (" - ".join(pair) for pair in CONTRASTS)
     print("exploratory:", ", ".join(pairs), "by setting, with 95% intervals")
     for name, indices in chosen.items():
@@ -167,6 +171,14 @@ def main(folder):
             logs = np.log(table[:, (table > 0).all(axis=(0, 2))])
             label = f"secondary: mean log, {logs.shape[1]} settings"
             contrasts(logs, report.mean, label, np.expm1)
+    print("exploratory: A against C over the whole run, mean log, with 95% intervals")
+    for rate in RATES:
+        rows = [index for index, setting in enumerate(settings) if rate in setting]
+        one, other = logs[ARMS.index("A"), rows], logs[ARMS.index("C"), rows]
+        draws = interval_draws(one, other, report.mean)
+        low, high = 100 * np.expm1(np.quantile(draws, (0.025, 0.975)))
+        effect = 100 * np.expm1(report.mean(one) - report.mean(other))
+        print(f"  {rate}: {effect:+.1f}% ({low:.1f} to {high:.1f})")
 
 
 if __name__ == "__main__":
