@@ -4,7 +4,8 @@
     python results/length_or_steps/analyse.py main results/length_or_steps/arms
 
 A run's folder is R__<game>__<seed> in step 0, where arm A is minatar_study's arm a. In the 2 x 2 it
-is <arm>_<rate>__<game>__<seed>: OO, OM, MO or MM, first L and then the steps, own or mirror.
+is <arm>_<rate>__<game>__<seed>: OO, OM, MO or MM, first L and then the steps, own or mirror. The
+second command also draws figure.png.
 """
 
 import math
@@ -95,7 +96,7 @@ def percent(logs):
 
 
 def show(name, arms, signs):
-    """Print one effect; returns its p."""
+    """Print one effect; returns its p, and the effect with its 95% interval, in percent."""
     own = effect(arms, signs)
     draws = resampled(arms, signs)
     low, high = percent(np.quantile(draws, (0.025, 0.975)))
@@ -106,7 +107,46 @@ def show(name, arms, signs):
     equivalent = "; equivalent" if np.abs(narrow).max() < MARGIN else ""
     print(f"{name}: {percent(own.mean()):+.1f}% ({low:.1f} to {high:.1f}), p {p:.4f}{equivalent}")
     print(f"  settings resampled: {wide[0]:.1f} to {wide[1]:.1f}, p {sign_flip_p(own):.3f}")
-    return p
+    return p, (percent(own.mean()), low, high)
+
+
+def draw(effects, settings, found):
+    """The schedules, and the two main effects: their means with intervals, and the settings' own.
+
+    effects and found, by name: (settings,) in percent, and the mean with its 95% interval.
+    """
+    size = {"figsize": (10, 4.2), "width_ratios": (3, 4), "layout": "constrained"}
+    figure, (left, right) = plot.plt.subplots(1, 2, **size)
+    table = np.genfromtxt(Path(__file__).with_name("schedules.csv"), delimiter=",", names=True)
+    steps, *columns = np.array(table.tolist()).T
+    schedules = dict(zip(table.dtype.names[1:], columns, strict=True))
+    games = sorted({setting.split()[1] for setting in settings})
+    lines = {}
+    for row, setting in enumerate(settings):
+        rate, game = setting.split()
+        look = plot.style(games.index(game), len(steps))
+        look["markerfacecolor"] = "white" if rate == "0.0005" else look["color"]
+        name = f"{plot.title(game)}, {rate}"
+        own = schedules[f"{rate}_{game}_own".replace(".", "")]
+        mirror = schedules[f"{rate}_{game}_mirror".replace(".", "")]
+        (lines[name],) = left.plot(steps, own, **look)
+        left.plot(steps, mirror, color=look["color"], linewidth=0.7, linestyle=":")
+        for height, name in enumerate(effects):
+            y = height + 0.12 + 0.06 * row
+            right.plot(effects[name][row], y, **(look | {"markevery": 1}))
+    left.set(xlabel="Environment steps", ylabel="L: own, and dotted its mirror", xlim=(0, None))
+    left.xaxis.set_major_formatter(plot.ticker.EngFormatter(sep=""))
+    right.axvspan(percent(-MARGIN), percent(MARGIN), color="0.92", zorder=0)
+    right.axvline(0, color="0.4", linewidth=0.8)
+    for height, name in enumerate(effects):
+        effect, low, high = found[name]
+        errors = [[effect - low], [high - effect]]
+        right.errorbar(effect, height, xerr=errors, color="black", fmt="D", capsize=4, zorder=3)
+    right.set_yticks(range(len(effects)), list(effects))
+    right.set_xlabel("Own against mirror: change of the score (%)")
+    right.set_ylim(len(effects) - 0.1, -0.3)
+    plot.legend(figure, lines)
+    return figure
 
 
 def main(what, folder):
@@ -122,12 +162,26 @@ def main(what, folder):
         table, settings = read(sorted(Path(folder).glob("*__*__*/")), window)
         arms = [table[arm] for arm in ARMS]
         print(f"window {window:g}, {len(settings)} settings, {arms[0].shape[1]} seeds")
-        ps = [show(name, arms, SIGNS[name]) for name in ("L", "steps")]
+        ps, found, effects = [], {}, {}
+        for name in ("L", "steps"):
+            p, found[name] = show(name, arms, SIGNS[name])
+            ps.append(p)
+            effects[name] = percent(effect(arms, SIGNS[name]))
         print("  p by Holm:", [f"{p:.4f}" for p in report.holm(ps)])
         show("interaction (secondary)", arms, SIGNS["interaction"])
         for row, setting in enumerate(settings):
-            parts = [percent(effect(arms, SIGNS[name])[row]) for name in ("L", "steps")]
-            print(f"  {setting}: L {parts[0]:+.1f}%, steps {parts[1]:+.1f}%")
+            print(f"  {setting}: L {effects['L'][row]:+.1f}%, steps {effects['steps'][row]:+.1f}%")
+        if window == 1.0:
+            for name in ("L", "steps"):
+                largest = np.abs(effects[name]).argmax()
+                parts = {f"without {settings[largest]}": np.arange(len(settings)) != largest}
+                for rate in ("0.0005", "0.002"):
+                    parts[rate] = [setting.startswith(rate) for setting in settings]
+                for part, chosen in parts.items():
+                    few = [arm[np.array(chosen)] for arm in arms]
+                    show(f"{name}, {part} (secondary)", few, SIGNS[name])
+            figure = draw(effects, settings, found)
+            plot.save(figure, Path(__file__).with_name("figure.png"))
 
 
 if __name__ == "__main__":
