@@ -5,7 +5,7 @@
 
 A run's folder is R__<game>__<seed> in step 0, where arm A is minatar_study's arm a. In the 2 x 2 it
 is <arm>_<rate>__<game>__<seed>: OO, OM, MO or MM, first L and then the steps, own or mirror. The
-second command also draws figure.png.
+second command wants all 640 runs, and also draws figure.png.
 """
 
 import math
@@ -20,9 +20,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tools import plot, report
 
 ARMS = ("OO", "OM", "MO", "MM")
+GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
+RATES = ("0.0005", "0.002")
+SEEDS = range(11, 27)
 SIGNS = {"L": (1, 1, -1, -1), "steps": (1, -1, 1, -1), "interaction": (1, -1, -1, 1)}
 DRAWS = 20_000
-MARGIN = math.log(1.05)
+MARGIN = 5  # percent
 rng = np.random.default_rng(0)
 
 
@@ -37,6 +40,8 @@ def read(folders, window):
         run = plot.read_run(folder)
         if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
             raise SystemExit(f"{folder} is not finished; the protocol wants all runs first")
+        if (np.diff(run.columns[plot.STEP]) <= 0).any():
+            raise SystemExit(f"{folder} has rows twice")
         name, game, seed = folder.name.split("__")
         arm, _, rate = name.partition("_")
         scores[arm].setdefault(f"{rate} {game}".strip(), {})[int(seed)] = log_score(run, window)
@@ -100,52 +105,61 @@ def show(name, arms, signs):
     own = effect(arms, signs)
     draws = resampled(arms, signs)
     low, high = percent(np.quantile(draws, (0.025, 0.975)))
-    narrow = np.quantile(draws, (0.05, 0.95))
+    narrow = percent(np.quantile(draws, (0.05, 0.95)))
     settings = own[rng.integers(len(own), size=(DRAWS, len(own)))].mean(axis=1)
     wide = percent(np.quantile(settings, (0.025, 0.975)))
     p = permutation_p(arms, signs)
-    equivalent = "; equivalent" if np.abs(narrow).max() < MARGIN else ""
-    print(f"{name}: {percent(own.mean()):+.1f}% ({low:.1f} to {high:.1f}), p {p:.4f}{equivalent}")
+    equivalent = ", equivalent" if np.abs(narrow).max() < MARGIN else ""
+    print(f"{name}: {percent(own.mean()):+.1f}% ({low:.1f} to {high:.1f}), p {p:.5f}")
+    print(f"  90% interval {narrow[0]:.1f} to {narrow[1]:.1f}{equivalent}")
     print(f"  settings resampled: {wide[0]:.1f} to {wide[1]:.1f}, p {sign_flip_p(own):.3f}")
-    return p, (percent(own.mean()), low, high)
+    return p, (percent(own.mean()), low, high, *narrow)
 
 
-def draw(effects, settings, found):
-    """The schedules, and the two main effects: their means with intervals, and the settings' own.
+def draw(effects, found):
+    """The schedules by rate, and the two main effects: the settings' own, and their mean.
 
-    effects and found, by name: (settings,) in percent, and the mean with its 95% interval.
+    effects and found, by name: (settings,), and the mean with its 95% and 90% intervals, percent.
     """
-    size = {"figsize": (10, 4.2), "width_ratios": (3, 4), "layout": "constrained"}
-    figure, (left, right) = plot.plt.subplots(1, 2, **size)
+    size = {"figsize": (11, 4.2), "width_ratios": (2, 2, 3), "layout": "constrained"}
+    figure, axes = plot.plt.subplots(1, 3, **size)
     table = np.genfromtxt(Path(__file__).with_name("schedules.csv"), delimiter=",", names=True)
-    steps, *columns = np.array(table.tolist()).T
-    schedules = dict(zip(table.dtype.names[1:], columns, strict=True))
-    games = sorted({setting.split()[1] for setting in settings})
+    *panels, right = axes
     lines = {}
-    for row, setting in enumerate(settings):
-        rate, game = setting.split()
-        look = plot.style(games.index(game), len(steps))
-        look["markerfacecolor"] = "white" if rate == "0.0005" else look["color"]
-        name = f"{plot.title(game)}, {rate}"
-        own = schedules[f"{rate}_{game}_own".replace(".", "")]
-        mirror = schedules[f"{rate}_{game}_mirror".replace(".", "")]
-        (lines[name],) = left.plot(steps, own, **look)
-        left.plot(steps, mirror, color=look["color"], linewidth=0.7, linestyle=":")
-        for height, name in enumerate(effects):
-            y = height + 0.12 + 0.06 * row
-            right.plot(effects[name][row], y, **(look | {"markevery": 1}))
-    left.set(xlabel="Environment steps", ylabel="L: own, and dotted its mirror", xlim=(0, None))
-    left.xaxis.set_major_formatter(plot.ticker.EngFormatter(sep=""))
-    right.axvspan(percent(-MARGIN), percent(MARGIN), color="0.92", zorder=0)
+    row = 0
+    for rate, panel in zip(RATES, panels, strict=True):
+        panel.sharey(panels[0])
+        for i, game in enumerate(GAMES):
+            look = plot.style(i, len(table))
+            if rate == RATES[0]:
+                look["markerfacecolor"] = "white"
+            name = f"{rate}_{game}".replace(".", "")
+            own = panel.plot(table["global_step"], table[f"{name}_own"], **look)
+            lines[plot.title(game)] = own[0]
+            look |= {"linewidth": 0.8, "linestyle": ":", "markersize": 3}
+            panel.plot(table["global_step"], table[f"{name}_mirror"], **look)
+            for height, factor in enumerate(effects):
+                y = height + 0.12 + 0.06 * row
+                right.plot(effects[factor][row], y, **(look | {"markevery": 1, "markersize": 5}))
+            row += 1
+        marks = "hollow" if rate == RATES[0] else "filled"
+        panel.set_title(f"Learning rate {rate}: {marks} marks", fontsize="medium")
+        panel.set(xlabel="Environment steps", xlim=(0, None))
+        panel.xaxis.set_major_locator(plot.ticker.MaxNLocator(3))
+        panel.xaxis.set_major_formatter(plot.ticker.EngFormatter(sep=""))
+    panels[0].set_ylabel("L: own, and dotted its mirror")
+    right.axvspan(-MARGIN, MARGIN, color="0.92", zorder=0)
     right.axvline(0, color="0.4", linewidth=0.8)
     for height, name in enumerate(effects):
-        effect, low, high = found[name]
-        errors = [[effect - low], [high - effect]]
-        right.errorbar(effect, height, xerr=errors, color="black", fmt="D", capsize=4, zorder=3)
-    right.set_yticks(range(len(effects)), list(effects))
-    right.set_xlabel("Own against mirror: change of the score (%)")
+        mean, *limits = found[name]
+        right.plot(limits[:2], [height, height], color="black", linewidth=1.2)  # 95%
+        right.plot(limits[2:], [height, height], color="black", linewidth=3.5)  # 90%
+        right.plot(mean, height, "D", color="black")
+    right.set_yticks(range(len(effects)), ["Rollout\nlength L", "Gradient\nsteps"])
+    right.set_title("Black: the mean, its 90% and 95% interval", fontsize="medium")
+    right.set_xlabel("Score: mirror better < 0 < own better (%)")
     right.set_ylim(len(effects) - 0.1, -0.3)
-    plot.legend(figure, lines)
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=len(lines))
     return figure
 
 
@@ -158,8 +172,11 @@ def main(what, folder):
             arms.append(scores)
         show("A - R, whole run", arms, (1, -1))
         return
+    names = []
+    for arm, rate, game, seed in product(ARMS, RATES, GAMES, SEEDS):
+        names.append(f"{arm}_{rate}__{game}__{seed}")
     for window in (1.0, 0.2):
-        table, settings = read(sorted(Path(folder).glob("*__*__*/")), window)
+        table, settings = read([Path(folder, name) for name in names], window)
         arms = [table[arm] for arm in ARMS]
         print(f"window {window:g}, {len(settings)} settings, {arms[0].shape[1]} seeds")
         ps, found, effects = [], {}, {}
@@ -175,12 +192,12 @@ def main(what, folder):
             for name in ("L", "steps"):
                 largest = np.abs(effects[name]).argmax()
                 parts = {f"without {settings[largest]}": np.arange(len(settings)) != largest}
-                for rate in ("0.0005", "0.002"):
+                for rate in RATES:
                     parts[rate] = [setting.startswith(rate) for setting in settings]
                 for part, chosen in parts.items():
                     few = [arm[np.array(chosen)] for arm in arms]
                     show(f"{name}, {part} (secondary)", few, SIGNS[name])
-            figure = draw(effects, settings, found)
+            figure = draw(effects, found)
             plot.save(figure, Path(__file__).with_name("figure.png"))
 
 
