@@ -56,26 +56,31 @@ def read(folders, window):
 
 
 def effect(arms, signs):
-    """Mean over settings of the signed mean of the arms, in log score."""
+    """(settings,): the signed mean of the arms, in log score."""
     weights = 2 / len(signs)
     parts = [sign * arm.mean(axis=-1) for sign, arm in zip(signs, arms, strict=True)]
     return weights * np.sum(parts, axis=0)
 
 
-def resampled(arms, signs):
-    """Bootstrap effects, seeds resampled within setting and arm."""
+def slope(effects, x):
+    """Slope of the line through the origin; the mean of the effects, if every x is 1."""
+    return (x * effects).sum(axis=-1) / (x * x).sum(axis=-1)
+
+
+def resampled(arms, signs, x):
+    """Bootstrap slopes, seeds resampled within setting and arm."""
     settings, seeds = arms[0].shape
     rows = np.arange(settings)[:, None]
     draws = []
     for _ in range(DRAWS):
         again = [arm[rows, rng.integers(seeds, size=arm.shape)] for arm in arms]
-        draws.append(effect(again, signs).mean())
+        draws.append(slope(effect(again, signs), x))
     return np.array(draws)
 
 
-def permutation_p(arms, signs):
+def permutation_p(arms, signs, x):
     """Two-sided. Arms of a pair differ only in the factor; their labels change places."""
-    found = abs(effect(arms, signs).mean())
+    found = abs(slope(effect(arms, signs), x))
     plus = [arm for arm, sign in zip(arms, signs, strict=True) if sign > 0]
     minus = [arm for arm, sign in zip(arms, signs, strict=True) if sign < 0]
     extreme = 0
@@ -84,36 +89,49 @@ def permutation_p(arms, signs):
         for one, other in zip(plus, minus, strict=True):
             both = rng.permuted(np.concatenate([one, other], axis=1), axis=1)
             seeds = one.shape[1]
-            difference += both[:, :seeds].mean() - both[:, seeds:].mean()
-        extreme += abs(difference / len(plus)) >= found * (1 - 1e-9)
+            difference += both[:, :seeds].mean(axis=1) - both[:, seeds:].mean(axis=1)
+        extreme += abs(slope(difference / len(plus), x)) >= found * (1 - 1e-9)
     return (1 + extreme) / (1 + DRAWS)
 
 
-def sign_flip_p(effects):
+def sign_flip_p(effects, x):
     """Two-sided, over all flips of the settings' effects: the settings as a sample of others."""
     flips = np.array(list(product((1, -1), repeat=len(effects))))
-    means = np.abs((flips * effects).mean(axis=1))
-    return (means >= abs(effects.mean()) * (1 - 1e-9)).mean()
+    slopes = np.abs(slope(flips * effects, x))
+    return (slopes >= abs(slope(effects, x)) * (1 - 1e-9)).mean()
 
 
 def percent(logs):
     return 100 * np.expm1(logs)
 
 
-def show(name, arms, signs):
-    """Print one effect; returns its p, and the effect with its 95% interval, in percent."""
+def show(name, arms, signs, x=None):
+    """Print a mean effect, or a slope in x; returns p, and it with its intervals, in percent."""
     own = effect(arms, signs)
-    draws = resampled(arms, signs)
+    if x is None:
+        x = np.ones(len(own))
+    found = slope(own, x)
+    draws = resampled(arms, signs, x)
     low, high = percent(np.quantile(draws, (0.025, 0.975)))
     narrow = percent(np.quantile(draws, (0.05, 0.95)))
-    settings = own[rng.integers(len(own), size=(DRAWS, len(own)))].mean(axis=1)
-    wide = percent(np.quantile(settings, (0.025, 0.975)))
-    p = permutation_p(arms, signs)
+    again = rng.integers(len(own), size=(DRAWS, len(own)))
+    wide = percent(np.quantile(slope(own[again], x[again]), (0.025, 0.975)))
+    p = permutation_p(arms, signs, x)
     equivalent = ", equivalent" if np.abs(narrow).max() < MARGIN else ""
-    print(f"{name}: {percent(own.mean()):+.1f}% ({low:.1f} to {high:.1f}), p {p:.5f}")
+    print(f"{name}: {percent(found):+.1f}% ({low:.1f} to {high:.1f}), p {p:.5f}")
     print(f"  90% interval {narrow[0]:.1f} to {narrow[1]:.1f}{equivalent}")
-    print(f"  settings resampled: {wide[0]:.1f} to {wide[1]:.1f}, p {sign_flip_p(own):.3f}")
-    return p, (percent(own.mean()), low, high, *narrow)
+    print(f"  settings resampled: {wide[0]:.1f} to {wide[1]:.1f}, p {sign_flip_p(own, x):.3f}")
+    return p, (percent(found), low, high, *narrow)
+
+
+def doublings(settings):
+    """(settings,): by how many doublings the own schedule is longer than its mirror, on average."""
+    table = np.genfromtxt(Path(__file__).with_name("schedules.csv"), delimiter=",", names=True)
+    found = []
+    for setting in settings:
+        name = setting.replace(".", "").replace(" ", "_", 1)
+        found.append(np.log2(table[f"{name}_own"] / table[f"{name}_mirror"]).mean())
+    return np.array(found)
 
 
 def draw(effects, found):
@@ -186,6 +204,9 @@ def main(what, folder):
             effects[name] = percent(effect(arms, SIGNS[name]))
         print("  p by Holm:", [f"{p:.4f}" for p in report.holm(ps)])
         show("interaction (secondary)", arms, SIGNS["interaction"])
+        x = doublings(settings)
+        show("per doubling of L (exploratory)", arms, SIGNS["L"], x)
+        show("per doubling of gradient steps (exploratory)", arms, SIGNS["steps"], -x)
         for row, setting in enumerate(settings):
             print(f"  {setting}: L {effects['L'][row]:+.1f}%, steps {effects['steps'][row]:+.1f}%")
         if window == 1.0:
