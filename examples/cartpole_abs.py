@@ -10,7 +10,7 @@ from typing import Literal
 
 import gymnasium
 import torch.nn as nn
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -62,6 +62,8 @@ def make_envs(args: Args) -> SyncVectorEnv:
         raise pqn_abs.UsageError(f"--env-id {args.env_id}: {error}") from error
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         raise pqn_abs.UsageError(f"--env-id {args.env_id}: observations must be vectors of numbers")
+    if not isinstance(env.action_space, Discrete):
+        raise pqn_abs.UsageError(f"--env-id {args.env_id}: actions must be discrete")
     return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 

@@ -21,9 +21,9 @@ def test_a_run_from_the_command_line(tmp_path):
     assert 8 <= min(scores) < max(scores) <= 500 and 900 < sum(scores) <= 1024 + 200
 
 
-@pytest.mark.parametrize("game", ["Nonsense-v9", "no:Module-v0", "Blackjack-v1"])
+@pytest.mark.parametrize("game", ["Nonsense-v9", "no:Module-v0", "Blackjack-v1", "Pendulum-v1"])
 def test_an_environment_that_does_not_fit_is_refused(refused, game):
-    """Guards --env-id: unknown ones, and observations that are no vector."""
+    """Guards --env-id: unknown ones, and observations that are no vector, continuous actions."""
     assert "--env-id" in refused("--env-id", game, **PARTS)
 
 

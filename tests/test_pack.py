@@ -3,7 +3,10 @@
 import json
 import tarfile
 
+import pytest
 from helpers import ROOT, end_of, start
+
+from tools import pack
 
 TOOL = ROOT / "tools" / "pack.py"
 HEADER = "global_step,charts/epsilon,abs/rollout_length,abs/batch_size,abs/behavioral_divergence,"
@@ -85,4 +88,17 @@ def test_bad_input_is_one_line(tmp_path):
         words = tmp_path / folder, tmp_path / archive
         out, error = end_of(start(TOOL, *words), status=2)
         assert out == "" and error.count("\n") == 1 and line in error
+    assert (tmp_path / "old.tar.gz").read_text() == "kept"
+
+
+def test_a_full_disk_leaves_the_archive_that_was_there(tmp_path, monkeypatch):
+    (tmp_path / "old.tar.gz").write_text("kept")
+    suite = make_suite(tmp_path / "suite")
+
+    def fill(*args, **options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pack.tarfile, "open", fill)
+    with pytest.raises(OSError, match="No space left"):
+        pack.main(pack.Args(suite, tmp_path / "old.tar.gz"))
     assert (tmp_path / "old.tar.gz").read_text() == "kept"

@@ -99,6 +99,11 @@ def test_kl_is_drawn_where_it_drives_l(tmp_path):
     assert limits_of(figure.axes[1]) == {0.05, 0.95}
 
 
+def test_where_noise_drives_l_delta_has_no_limits(tmp_path):
+    figure = plot.draw([plot.read_run(make_run(tmp_path / "a", script="gns_baseline.py"))])
+    assert not limits_of(figure.axes[1]) and limits_of(figure.axes[2]) == {16, 64}
+
+
 def test_the_runs_of_results_are_read(tmp_path):
     """Also those of early versions, whose options were others."""
     for archive in ROOT.glob("results/*/*.tar.gz"):
@@ -131,7 +136,7 @@ def test_a_run_in_progress_is_drawn(tmp_path):
         ("pqn_abs.py", {"adapt_rollout": False, "num_steps": 48}, "PQN, L = 48"),
         ("pqn_abs_xl.py", {}, "PQN with ABS"),
         ("p3o_abs.py", {"adapt_rollout": False}, "P3O, L = 32"),
-        ("gns_baseline.py", {"delta_min": None, "delta_max": None}, "PQN with noise scale"),
+        ("gns_baseline.py", {}, "PQN with noise scale"),
         ("gns_baseline.py", {"signal": "bd"}, "PQN with ABS"),
         ("ppo_abs_continuous.py", {}, "PPO with ABS"),
         ("minatar_abs.py", {}, "PQN with ABS"),

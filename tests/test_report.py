@@ -161,7 +161,7 @@ def test_curves_over_steps(tmp_path):
 def test_a_label_names_an_arm_and_sets_its_place(tmp_path):
     two_arms(tmp_path)
     make_arm(tmp_path / "runs", "open", OURS)
-    labels = "*/open_*=Open loop, L = 9", "*/abs_*=Zero"
+    labels = ("*/open_*=Open loop, L = 9",), ("*/abs_*=Zero",)
     out = make_report(tmp_path, label=labels, contrast=(("Zero", "Open loop, L = 9"),))
     arms = [row["arm"] for row in table(out / "scores.csv")][::2]
     assert arms == ["PQN, L = 32", "Open loop, L = 9", "Zero"]
@@ -204,7 +204,7 @@ def test_a_game_without_logarithms_is_in_points(tmp_path):
         ({"seed": 1}, {}, "has seeds [1, 1, 2] of breakout where others have [1, 2]"),
         (FIXED, {}, "'PQN with ABS' has seeds [1, 2] of breakout where others have [1, 2, 3]"),
         ({}, {"contrast": (("PQN with ABS", "PQN"),)}, "no arm is called 'PQN'; there are PQN"),
-        ({}, {"label": ("nothing=PQN",)}, "names no run"),
+        ({}, {"label": (("nothing=PQN",),)}, "names no run"),
         ({}, {"window": 0.0}, "--window"),
     ],
 )
@@ -309,7 +309,7 @@ def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
         make_run(run, 6, script=script, env_id="breakout", seed=seed, adapt_rollout=True)
     with pytest.raises(ValueError, match="differ in script: name their arms by --label"):
         report.read_study(report.Args((tmp_path,)))
-    label = ("*=both",)
+    label = (("*=both",),)
     assert report.read_study(report.Args((tmp_path,), label=label)).scores["both"].shape == (1, 4)
 
 
@@ -346,4 +346,5 @@ def test_the_crossed_verdict(tmp_path):
     text = " ".join(page.split())
     assert f"ABS is {low:+.1f}% (" in text and f"at the low rate, and {high:+.1f}% (" in text
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Exploratory, whole runs: {-low:.0f}% less than L = 32 at a quarter of" in readme
+    assert f"whole runs, as ratios: {-low:.0f}% less than L = 32 at a quarter of that" in readme
+    assert f"rate, and {high:.0f}% more, which is undecided, at four times it." in readme

@@ -191,6 +191,9 @@ def test_bad_input_is_one_line(words, says, tmp_path):
     assert error.startswith("watch.py: ") and says in error
     with pytest.raises(ValueError, match="is not the folder of a run"):
         watch.load_run(watch.Args(tmp_path.parent))
+    (tmp_path / "config.json").write_text(json.dumps({"script": "pqn_abs.py", "args": {"old": 1}}))
+    with pytest.raises(ValueError, match="its options are not those of this pqn_abs"):
+        watch.load_run(watch.Args(tmp_path))
 
 
 def test_the_colour_film_is_of_the_game_that_is_played():

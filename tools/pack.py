@@ -50,7 +50,7 @@ def packed_metrics(path: Path, thin: bool) -> str:
         if row is not rows[-1]:
             row[SECONDS] = ""
         for name in names:
-            if "." in row[name]:
+            if "." in (row[name] or ""):  # a row that a full disk cut short has None
                 row[name] = f"{float(row[name]):.6g}"
         writer.writerow(row)
     return text.getvalue()
@@ -74,7 +74,9 @@ def main(args) -> None:
         files[f"{name}/config.json"] = packed_config(run / "config.json")
         files[f"{name}/metrics.csv"] = packed_metrics(run / "metrics.csv", args.thin)
     with (
-        gzip.GzipFile(args.archive, "wb", mtime=0) as packed,
+        plot.replacing(args.archive) as beside,
+        beside.open("wb") as file,
+        gzip.GzipFile(args.archive.name, "wb", fileobj=file, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
         for name, text in files.items():

@@ -103,6 +103,8 @@ def read_run(folder: Path) -> Run:
     if args["adapt_rollout"]:
         by_noise = args["script"] == "gns_baseline" and args.get("signal") != "bd"
         arm = f"{algorithm} with {'noise scale' if by_noise else 'ABS'}"
+        if by_noise:
+            args |= {"delta_min": None, "delta_max": None}  # δ is measured, but drives nothing
     columns = read_columns(folder / "metrics.csv")
     signal = KL if KL in columns else DIVERGENCE
     return Run(folder, args, columns, title(args["env_id"]), arm, signal)
@@ -137,7 +139,7 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
             for end in ("min", "max"):
                 limits.add((end, run.args.get(f"{option}_{end}")))
     for end, limit in limits:
-        if limit is not None:  # gns_baseline.py has none for δ
+        if limit is not None:  # the noise scale has none for δ
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
             look = {"fontsize": 9, "color": "0.3", "transform": axis.get_yaxis_transform()}
             look |= {"ha": "left", "va": "top"} if end == "min" else {"ha": "right", "va": "bottom"}

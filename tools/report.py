@@ -53,7 +53,8 @@ class Args:
     out: Path = Path("report")  # folder for the figures and their numbers
     contrast: tyro.conf.UseAppendAction[tuple[tuple[str, str], ...]] = ()
     """two arms, the first against the second; by default each that adapts against each fixed one"""
-    label: tuple[str, ...] = ()  # GLOB=NAME each: the arm of the runs in such folders
+    label: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """GLOB=NAME each: the arm of the runs in such folders"""
     window: float = 0.2  # share of the samples, the last ones, over which scores are taken
     human: bool = False  # scores on Atari relative to random play and to a human
 
@@ -94,7 +95,7 @@ def read_study(args: Args) -> Study:
         normalise(runs)
     runs.sort(key=lambda run: (not run.args["adapt_rollout"], run.args["num_steps"]))
     labelled = []
-    for label in args.label:
+    for label in sum(args.label, ()):
         glob, _, name = label.partition("=")
         found = [run for run in runs if fnmatch.fnmatchcase(run.folder.as_posix(), glob)]
         if not name or not found:

@@ -10,6 +10,7 @@ Samples go to stdout as CSV, and a table of them to stderr.
 
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,8 @@ def main(args):
             if not (name.strip() and words.strip()) or name in commands:
                 raise ValueError(f"{text!r}: it must be NAME=COMMAND, each name once")
             commands[name] = shlex.split(words)
+            if "{steps}" not in words or not shutil.which(commands[name][0]):
+                raise ValueError(f"{text!r}: COMMAND must be a program's, with {{steps}} in it")
         speeds = {name: [] for name in commands}
         print("name,steps_per_second", flush=True)
         for name, speed in measure(commands, args):

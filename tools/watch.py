@@ -65,7 +65,11 @@ def load_run(args):
     parts = find_parts(config["script"])
     if "make_envs" not in parts:
         raise ValueError(f"a run of {config['script']}, which has no environments")
-    run = parts["Args"](**config["args"])
+    try:
+        run = parts["Args"](**config["args"])
+    except TypeError:
+        wrong = f"its options are not those of this {config['script']}, but of an earlier one"
+        raise ValueError(f"{args.run}: {wrong}, or of another script of that name") from None
     checkpoint = torch.load(args.run / "checkpoint.pt", map_location="cpu", weights_only=True)
     agent = {"script": config["script"], "env_id": run.env_id, "seed": run.seed}
     agent |= {"global_step": checkpoint["global_step"], "adapt_rollout": run.adapt_rollout}
