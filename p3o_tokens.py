@@ -82,7 +82,7 @@ class Args:
     clip_coef: float = 0.2  # [ε] of ppo and grpo
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     supervised_updates: int = 1500  # imitation of the teacher first, 64 answers each; 0 skips it
-    supervised_rate: float = 2e-3  # highest learning rate of the imitation
+    supervised_rate: float = 2e-3  # learning rate of the imitation, before warm-up and decay
     forget_share: float = 0.5  # share of the teacher's answers in which it forgets to carry
     lag: int = 0  # the policy that answers is that of this many updates ago
     behavior_noise: Literal["none", "bfloat16", "temperature"] = "none"  # how the sampler differs
@@ -589,9 +589,11 @@ class Run(AbstractContextManager):
     def interrupt(self, number, frame):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
         self.interrupted = True
-        signal.signal(number, self.handlers[number])  # a second one ends the run at once
+        if number == signal.SIGINT:  # a terminal that closes sends SIGHUP twice
+            signal.signal(number, self.handlers[number])  # a second Ctrl-C ends the run at once
         # print is not safe in a signal handler.
-        os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again to stop at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -609,7 +611,8 @@ class Run(AbstractContextManager):
             self.wandb.log({name: value for name, value in row.items() if value is not None})
         shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
         self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(min(row["global_step"], self.bar.total) - self.bar.n)
+        with suppress(OSError):  # the terminal may be gone
+            self.bar.update(min(row["global_step"], self.bar.total) - self.bar.n)
 
     def save(self, modules, **state):
         """Write checkpoint.pt: counters and scores, and the states of the modules."""
@@ -645,7 +648,7 @@ def launch(Args=Args, **parts):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
-        ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # not every console can print Greek letters

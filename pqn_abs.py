@@ -597,9 +597,11 @@ class Run(AbstractContextManager):
     def interrupt(self, number, frame):
         """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
         self.interrupted = True
-        signal.signal(number, self.handlers[number])  # a second one ends the run at once
+        if number == signal.SIGINT:  # a terminal that closes sends SIGHUP twice
+            signal.signal(number, self.handlers[number])  # a second Ctrl-C ends the run at once
         # print is not safe in a signal handler.
-        os.write(2, b"\nfinishing the iteration, then saving; once more to stop at once\n")
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again to stop at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
@@ -617,7 +619,8 @@ class Run(AbstractContextManager):
             self.wandb.log({name: value for name, value in row.items() if value is not None})
         shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
         self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(min(row["global_step"], self.bar.total) - self.bar.n)
+        with suppress(OSError):  # the terminal may be gone
+            self.bar.update(min(row["global_step"], self.bar.total) - self.bar.n)
 
     def save(self, modules, **state):
         """Write checkpoint.pt: counters and scores, and the states of the modules."""
@@ -653,7 +656,7 @@ def launch(Args=Args, **parts):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
-        ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # not every console can print Greek letters

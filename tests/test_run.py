@@ -375,10 +375,27 @@ def test_ctrl_c_is_answered_at_once_and_a_second_one_too(running, tmp_path):
     before = load(folder)["global_step"]
     process.send_signal(signal.SIGINT)
     answer = "".join(next_line(process) for _ in range(3))
-    assert "finishing the iteration" in answer and "once more" in answer
+    assert "finishing the iteration" in answer and "Ctrl-C again" in answer
     process.send_signal(signal.SIGINT)
     end_of(process, status=-signal.SIGINT)
     assert load(folder)["global_step"] == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has none")
+def test_a_terminal_that_closes(running, tmp_path):
+    """Guards the work since the last checkpoint: nobody reads stderr, and SIGHUP comes twice."""
+    held = tmp_path / "held"
+    process, folder = running("--checkpoint-every", 300, env={"HOLD": str(held)})
+    held.touch()
+    wait_for((tmp_path / "held.reached").exists, process)
+    before = load(folder)["global_step"]
+    process.stderr.close()
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+    held.unlink()
+    process.wait(LIMIT)
+    assert steps_without_gap(folder)[-1] == load(folder)["global_step"] > before
 
 
 def test_nohup(running):
