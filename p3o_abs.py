@@ -649,7 +649,7 @@ class Run(AbstractContextManager):
                 self.wandb_id = self.wandb.id
         except BaseException:
             if not args.resume:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # Windows keeps open files
             raise
         first = saved.get("global_step", 0)
         self.bar = tqdm(total=args.total_timesteps, initial=first, unit="", unit_scale=True)

@@ -342,8 +342,14 @@ def join_processes(args):
         torch.cuda.set_device(device)
     if not dist.is_initialized():  # a program may call main twice
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(dist.destroy_process_group)  # or PyTorch warns at the end
     return device, bfloat16
+
+
+def leave_processes():
+    """Disconnect them at the program's end. After a failure, this could wait for the others."""
+    if WORLD_SIZE > 1:
+        atexit.unregister(dist.destroy_process_group)  # a program may call main twice
+        atexit.register(dist.destroy_process_group)
 
 
 def agree_on_folder(folder) -> Path:
@@ -535,6 +541,7 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
             if finished or time.perf_counter() >= run.save_at:
                 counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
                 run.save(modules, adaptive_length=float(adaptive_length), **counters)
+    leave_processes()  # torchrun
     return folder
 
 
@@ -669,7 +676,7 @@ class Run(AbstractContextManager):
                 self.wandb_id = self.wandb.id
         except BaseException:
             if not args.resume:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # Windows keeps open files
             raise
         first = saved.get("global_step", 0)
         self.bar = tqdm(total=args.total_timesteps, initial=first, unit="", unit_scale=True)

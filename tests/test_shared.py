@@ -60,9 +60,9 @@ def test_sync_from_the_command_line(tmp_path):
 LIMITS = {
     "longest line": 100,
     "tokens a code line": 9.8,
-    "lines of main": 155,
+    "lines of main": 156,
     "functions inside main": 0,
-    "lines below the banner": 261,  # after which nothing is about the algorithm
+    "lines below the banner": 264,  # after which nothing is about the algorithm
 }
 LAYOUT = [tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT]
 

@@ -238,7 +238,7 @@ def holm(ps: list[float]) -> list[float]:
 
 def write(path: Path, rows: list[dict]) -> str:
     """Write a .csv, numbers with six digits; returns a table in Markdown, with four."""
-    with plot.replacing(path) as beside, beside.open("w", newline="") as file:
+    with plot.replacing(path) as beside, beside.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(rows[0])
         for row in rows:
