@@ -25,10 +25,12 @@ from pqn_abs import behavioral_divergence, rollout_length
 
 
 class PPOWithABS(PPO):
-    """PPO whose n_steps follows the Behavioral Divergence; the number of mini-batches stays."""
+    """PPO whose n_steps follows the Behavioral Divergence.
 
-    def __init__(self, *args, num_minibatches=4, adapt_frequency=10, abs_limits=None, **kwargs):
-        self.num_minibatches = num_minibatches
+    batch_size is that of the first rollout. Then the number of mini-batches stays, up to rounding.
+    """
+
+    def __init__(self, *args, adapt_frequency=10, abs_limits=None, **kwargs):
         self.adapt_frequency = adapt_frequency  # K
         self.abs_limits = abs_limits or {}
         self.train_calls = 0
@@ -43,6 +45,7 @@ class PPOWithABS(PPO):
         super()._setup_model()
         if self.length is None:
             self.length = float(self.n_steps)
+            self.num_minibatches = math.ceil(self.n_steps * self.n_envs / self.batch_size)
         defaults = {"rollout_min": self.n_steps // 2, "rollout_max": 2 * self.n_steps}
         defaults |= {"delta_min": 0.05, "delta_max": 0.95, "beta": 0.1}
         self.abs_limits = defaults | self.abs_limits

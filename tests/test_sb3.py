@@ -30,7 +30,7 @@ class Recorder(sb3_abs.PPOWithABS):
 
 
 def make(**options):
-    defaults = {"n_steps": 64, "num_minibatches": 4, "adapt_frequency": 2}
+    defaults = {"n_steps": 64, "batch_size": 16, "adapt_frequency": 2}
     defaults |= {"device": "cpu", "seed": 1}
     model = Recorder("MlpPolicy", gymnasium.make("CartPole-v1"), **(defaults | options))
     model.seen, model.measured = [], []
@@ -76,6 +76,7 @@ def test_save_and_load_go_on(tmp_path):
     lengths = [n_steps for n_steps, *_ in loaded.seen]
     assert lengths == expected_lengths(loaded.measured, len(lengths), length=model.length)
     assert loaded.abs_limits == model.abs_limits
+    assert loaded.num_minibatches == 4
 
 
 def test_it_is_ppo_where_nothing_is_measured():
