@@ -23,8 +23,8 @@ updates, and θ, the network after them:
 L counts the steps of all E environments together, so it is the batch. A volatile policy gets small
 batches. A stable policy gets large batches. "ABS" marks the lines for it in main.
 
-The paper has no numbers for PPO. The defaults are those of its author's code. Where this file
-differs from that code is listed in docs/ppo_abs_continuous.md.
+The paper has no numbers for PPO. The defaults are those of its author's code, but for the number of
+steps. Where this file differs from that code is listed in docs/ppo_abs_continuous.md.
 
 Install MuJoCo:
     pip install "gymnasium[mujoco]"

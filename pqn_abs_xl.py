@@ -22,8 +22,9 @@ A volatile policy gets short rollouts, and so small batches. A stable policy get
 large batches. The ABS paper reports that larger networks gain more from larger batches, and gives
 them L_max = 128 steps, not 64 as in pqn_abs.py.
 
-The network is a wide CNN and one linear layer, whose output is x_0. Then come n residual blocks
-f_k, each of which adds x_0 again, and one more linear layer [multi-skip, SG: arXiv 2506.15544]:
+The network is a wide CNN, then one linear layer with LayerNorm, whose output is x_0. Then come n
+residual blocks f_k, each of which adds x_0 again, and one more linear layer [multi-skip, SG: arXiv
+2506.15544]:
 
     x_{k+1} = x_k + f_k(x_k) + x_0
 

@@ -1,4 +1,4 @@
-"""The shortest environment of your own: PQN with ABS on CartPole, a minute on one core.
+"""The shortest example with its own environment: PQN with ABS on CartPole, a minute on one core.
 
 OMP_NUM_THREADS=1 python examples/cartpole_abs.py
 """
