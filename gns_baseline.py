@@ -552,6 +552,8 @@ def check_args(args):
     for name, value in asdict(args).items():
         if isinstance(value, np.generic):  # checkpoints can hold only Python's own numbers
             setattr(args, name, value.item())
+    if args.signal not in ("gns", "bd"):  # a program can pass any text
+        raise UsageError("--signal must be gns or bd")
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     limits = [
         (0, math.inf, "seed"),
@@ -593,7 +595,7 @@ def pick_device(args):
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {error}") from error
     if args.precision != "auto":
-        return device, args.precision == "bfloat16"
+        return device, {"float32": False, "bfloat16": True}[args.precision]
     # Only where the hardware multiplies bfloat16.
     if device.type == "cuda":
         return device, torch.cuda.is_bf16_supported(including_emulation=False)

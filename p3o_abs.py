@@ -421,8 +421,6 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     log_behavior.append(log_pi)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
-                        actions[t] = torch.tensor(info["executed_actions"])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
@@ -571,7 +569,7 @@ def pick_device(args):
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {error}") from error
     if args.precision != "auto":
-        return device, args.precision == "bfloat16"
+        return device, {"float32": False, "bfloat16": True}[args.precision]
     # Only where the hardware multiplies bfloat16.
     if device.type == "cuda":
         return device, torch.cuda.is_bf16_supported(including_emulation=False)

@@ -400,11 +400,9 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     obs[t] = next_obs
                     log_pi, values[t] = policy_and_value(network, next_obs)
                     actions[t] = sampled_actions(log_pi)
+                    log_probs[t] = log_prob_of(log_pi, actions[t])
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
-                        actions[t] = torch.tensor(info["executed_actions"])
-                    log_probs[t] = log_prob_of(log_pi, actions[t])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
@@ -555,7 +553,7 @@ def pick_device(args):
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {error}") from error
     if args.precision != "auto":
-        return device, args.precision == "bfloat16"
+        return device, {"float32": False, "bfloat16": True}[args.precision]
     # Only where the hardware multiplies bfloat16.
     if device.type == "cuda":
         return device, torch.cuda.is_bf16_supported(including_emulation=False)

@@ -599,7 +599,7 @@ def pick_device(args):
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {error}") from error
     if args.precision != "auto":
-        return device, args.precision == "bfloat16"
+        return device, {"float32": False, "bfloat16": True}[args.precision]
     # Only where the hardware multiplies bfloat16.
     if device.type == "cuda":
         return device, torch.cuda.is_bf16_supported(including_emulation=False)

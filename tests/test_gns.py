@@ -196,7 +196,7 @@ def test_a_nan_ends_the_run_and_the_checkpoint_stays(play, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option, value", [("micro_batches", 1), ("micro_batches", 65), ("beta", 0)]
+    "option, value", [("micro_batches", 1), ("micro_batches", 65), ("beta", 0), ("signal", "GNS")]
 )
 def test_options_that_make_no_estimate(play, tmp_path, option, value):
     """m is at most the transitions of the shortest rollout, 16 steps in 4 environments."""

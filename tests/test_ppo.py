@@ -158,7 +158,7 @@ def policy_loss_of_ppo(args, log_pi, log_behavior, actions, advantages):
 def second_computation(args, network, steps, policy_loss, clip_values, keep=1):
     """What the iterations should make of network (float64), with one mini-batch per epoch.
 
-    Learning is of the executed actions, and of this many (keep) rollouts.
+    Learning is of the actions that were drawn, and of this many (keep) rollouts.
     """
     optimizer = torch.optim.Adam(network.parameters(), eps=1e-5)
     kept = []
@@ -224,10 +224,19 @@ def computed_twice(train):
     return run
 
 
+class KeepsDrawn(EpisodicLife):
+    """Keeps the drawn actions in FakeEnvs.steps, in the place of those that it executes."""
+
+    def step(self, actions):
+        results = super().step(actions)
+        self.unwrapped.steps[-1].action = np.array(actions)
+        return results
+
+
 KINDS = {
     "plain": lambda: FakeEnvs(3, truncate=0.4),
-    "lives": lambda: EpisodicLife(FakeEnvs(3, terminate=0.4, lives=3), fire_action=2),
-    "reused-arrays": lambda: EpisodicLife(ReusedArrays(3, terminate=0.4, lives=3), fire_action=2),
+    "lives": lambda: KeepsDrawn(FakeEnvs(3, terminate=0.4, lives=3), fire_action=2),
+    "reused-arrays": lambda: KeepsDrawn(ReusedArrays(3, terminate=0.4, lives=3), fire_action=2),
 }
 
 
