@@ -313,19 +313,49 @@ def test_runs_that_differ_in_an_option_are_not_one_arm(tmp_path):
     assert report.read_study(report.Args((tmp_path,), label=label)).scores["both"].shape == (1, 4)
 
 
+def whole_run_score(run):
+    """Mean return over all steps of a run, each row weighted by the steps since the one before."""
+    total, weight, before = 0.0, 0, 0
+    for row in table(run / "metrics.csv"):
+        step = int(row["global_step"])
+        if row["charts/episodic_return"]:
+            total += float(row["charts/episodic_return"]) * (step - before)
+            weight += step - before
+        before = step
+    return total / weight
+
+
+def test_the_verdict_on_length_or_steps(tmp_path):
+    """The page's main effects, in all and by setting, follow from the runs; so does README's."""
+    logs = {}
+    for run in unpacked("length_or_steps/arms", tmp_path).iterdir():
+        name, game, _ = run.name.split("__")
+        arm, rate = name.split("_")
+        logs.setdefault((rate, game), {}).setdefault(arm, []).append(np.log(whole_run_score(run)))
+    assert len(logs) == 10
+    page = (ROOT / "results" / "length_or_steps" / "README.md").read_text()
+    effects = []
+    for (rate, game), arms in logs.items():
+        assert [len(arms[arm]) for arm in ("OO", "OM", "MO", "MM")] == [16] * 4
+        oo, om, mo, mm = (np.mean(arms[arm]) for arm in ("OO", "OM", "MO", "MM"))
+        effects.append([(oo + om - mo - mm) / 2, (oo + mo - om - mm) / 2])
+        length, steps = 100 * np.expm1(effects[-1])
+        row = page.partition(f"| {rate} | {game.replace('_', ' ').title()} | ")[2].split(" |\n")[0]
+        assert row.endswith(f" | {length:+.1f}% | {steps:+.1f}%")
+    length, steps = 100 * np.expm1(np.mean(effects, axis=0))
+    text = " ".join(page.split())
+    assert f"of a game's own schedule score {steps:.1f}% more than those of its mirror" in text
+    assert f"The own L scores {-length:.1f}% less" in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"own gradient steps scored {steps:.1f}% more than swapped ones" in readme
+
+
 def test_the_crossed_verdict(tmp_path):
     """The page's effects, in all and by setting, follow from the runs; so does README's."""
     scores = {}
     for run in unpacked("crossed_schedules/arms", tmp_path).iterdir():
-        total, weight, before = 0.0, 0, 0
-        for row in table(run / "metrics.csv"):
-            step = int(row["global_step"])
-            if row["charts/episodic_return"]:
-                total += float(row["charts/episodic_return"]) * (step - before)
-                weight += step - before
-            before = step
         arm, game, _ = run.name.split("__")
-        scores.setdefault((arm[2:], game), {}).setdefault(arm[0], []).append(total / weight)
+        scores.setdefault((arm[2:], game), {}).setdefault(arm[0], []).append(whole_run_score(run))
     assert len(scores) == 10
     page = (ROOT / "results" / "crossed_schedules" / "README.md").read_text()
     by_setting = page[page.index("## Which settings make the difference") :]

@@ -134,6 +134,13 @@ def doublings(settings):
     return np.array(found)
 
 
+def updates(folder, arm, setting):
+    """Gradient steps of an arm's run; they are the same with every seed."""
+    rate, game = setting.split()
+    run = plot.read_run(Path(folder, f"{arm}_{rate}__{game}__{SEEDS[0]}"))
+    return run.columns["charts/updates"][-1]
+
+
 def draw(effects, found):
     """The schedules by rate, and the two main effects: the settings' own, and their mean.
 
@@ -207,8 +214,17 @@ def main(what, folder):
         x = doublings(settings)
         show("per doubling of L (exploratory)", arms, SIGNS["L"], x)
         show("per doubling of gradient steps (exploratory)", arms, SIGNS["steps"], -x)
+        for rate in RATES:  # chosen after the scores were seen
+            chosen = np.array([setting.startswith(rate) for setting in settings])
+            few = [arm[chosen] for arm in arms]
+            show(f"{rate}, per doubling of L (exploratory)", few, SIGNS["L"], x[chosen])
+            name = f"{rate}, per doubling of gradient steps (exploratory)"
+            show(name, few, SIGNS["steps"], -x[chosen])
         for row, setting in enumerate(settings):
-            print(f"  {setting}: L {effects['L'][row]:+.1f}%, steps {effects['steps'][row]:+.1f}%")
+            own, mirror = updates(folder, "OO", setting), updates(folder, "OM", setting)
+            design = f"L {100 * (2 ** x[row] - 1):+.0f}%, steps {100 * (own / mirror - 1):+.0f}%"
+            both = f"L {effects['L'][row]:+.1f}%, steps {effects['steps'][row]:+.1f}%"
+            print(f"  {setting}: own is {design}; effects {both}")
         if window == 1.0:
             for name in ("L", "steps"):
                 largest = np.abs(effects[name]).argmax()
