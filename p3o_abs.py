@@ -423,10 +423,9 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     log_behavior.append(log_pi)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:
-                        # Where EpisodicLife pressed FIRE, that had probability 1, so log π_b is 0.
+                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
                         executed = torch.tensor(info["executed_actions"], device=device)
-                        log_probs[t, executed != actions[t]] = 0.0
+                        log_probs[t, executed != actions[t]] = 0.0  # pressed with probability 1
                         actions[t] = executed
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
