@@ -275,6 +275,19 @@ def log_prob_of(log_pi, actions):
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
+def played_actions(actions, log_pi, info):
+    """The actions (E,) that were played, and their log π_b(a|s) (E,), from those that were drawn.
+
+    Where EpisodicLife pressed FIRE in place of another action, π_b(FIRE|s) was 1.
+    """
+    log_probs = log_prob_of(log_pi, actions)
+    if "executed_actions" in info:
+        played = torch.tensor(info["executed_actions"], device=actions.device)
+        log_probs[played != actions] = 0.0
+        actions = played
+    return actions, log_probs
+
+
 def kl_divergence(log_p, log_q):
     """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)): log-probabilities (N, A) -> (N,)."""
     log_ratios = log_p - log_q
@@ -400,13 +413,9 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     obs[t] = next_obs
                     log_pi, values[t] = policy_and_value(network, next_obs)
                     actions[t] = sampled_actions(log_pi)
-                    log_probs[t] = log_prob_of(log_pi, actions[t])
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
-                        executed = torch.tensor(info["executed_actions"], device=device)
-                        log_probs[t, executed != actions[t]] = 0.0  # pressed with probability 1
-                        actions[t] = executed
+                    actions[t], log_probs[t] = played_actions(actions[t], log_pi, info)
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
