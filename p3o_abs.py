@@ -275,19 +275,6 @@ def log_prob_of(log_pi, actions):
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
-def played_actions(actions, log_pi, info):
-    """The actions (E,) that were played, and their log π_b(a|s) (E,), from those that were drawn.
-
-    Where EpisodicLife pressed FIRE in place of another action, π_b(FIRE|s) was 1.
-    """
-    log_probs = log_prob_of(log_pi, actions)
-    if "executed_actions" in info:
-        played = torch.tensor(info["executed_actions"], device=actions.device)
-        log_probs[played != actions] = 0.0
-        actions = played
-    return actions, log_probs
-
-
 def kl_divergence(log_p, log_q):
     """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)): log-probabilities (N, A) -> (N,)."""
     log_ratios = log_p - log_q
@@ -303,16 +290,16 @@ def effective_sample_size(log_ratios):
     return ratios.sum().square() / (len(ratios) * ratios.square().sum())
 
 
-def p3o_loss(log_pi, log_behavior, actions, behavior_log_probs, advantages):
+def p3o_loss(log_pi, log_behavior, actions, advantages):
     """Returns P3O's policy loss, e_B, the mean KL divergence, and the share of ratios above e_B.
 
     L_π = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions, behavior_log_probs
-    = log π_b(a|s), and advantages are (N,). No gradient flows through e_B.
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions are (N,), advantages
+    too. No gradient flows through e_B.
     """
     log_probs = log_prob_of(log_pi, actions)
-    log_ratios = (log_probs - behavior_log_probs).detach()  # sg
+    log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
     ratios = log_ratios.exp()
     e_b = effective_sample_size(log_ratios)
     weights = torch.minimum(ratios, e_b)
@@ -420,9 +407,8 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
             # 1. Collect L steps in each of the E environments. For the updates, this policy is π_b.
             obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
             actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
-            log_probs = torch.zeros_like(actions, dtype=torch.float32)  # log π_b(a_t|s_t)
             log_behavior = []  # log π_b(·|s_t) (E, A), t = 0..L-1
-            rewards = torch.zeros_like(log_probs)
+            rewards = torch.zeros_like(actions, dtype=torch.float32)
             terminated = torch.zeros_like(actions, dtype=torch.bool)
             truncated = torch.zeros_like(terminated)
             values = torch.zeros((length + 1, num_envs), device=device)  # V(s_t), t = 0..L
@@ -435,7 +421,8 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     log_behavior.append(log_pi)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    actions[t], log_probs[t] = played_actions(actions[t], log_pi, info)
+                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
+                        actions[t] = torch.tensor(info["executed_actions"])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
@@ -458,8 +445,7 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
             advantages = gae(
                 rewards, old_values, next_values, terminated, truncated, args.gamma, args.gae_lambda
             )
-            rollout = {"obs": obs, "actions": actions, "log_probs": log_probs}
-            rollout |= {"log_behavior": torch.stack(log_behavior)}
+            rollout = {"obs": obs, "actions": actions, "log_behavior": torch.stack(log_behavior)}
             rollout |= {"advantages": advantages, "returns": advantages + old_values}
             rollouts.appendleft(rollout)  # the advantages of replayed ones stay as they were
             batch = joined(rollouts)
@@ -474,9 +460,8 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     mb = {name: tensor[indices] for name, tensor in batch.items()}
                     with autocast:
                         log_pi, new_values = policy_and_value(network, mb["obs"])
-                    mb_advantages = normalize(mb["advantages"])
                     pg_loss, e_b, behavior_kl, capped_share = p3o_loss(
-                        log_pi, mb["log_behavior"], mb["actions"], mb["log_probs"], mb_advantages
+                        log_pi, mb["log_behavior"], mb["actions"], normalize(mb["advantages"])
                     )
                     v_loss = F.mse_loss(new_values, mb["returns"]) / 2
                     entropy = -(log_pi.exp() * log_pi).sum(1).mean()  # H = -Σ_a π(a|s) log π(a|s)

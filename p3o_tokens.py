@@ -282,16 +282,16 @@ def kl_divergence(log_p, log_q):
     return (log_p.exp() * log_ratios).sum(-1)
 
 
-def p3o_loss(log_pi, log_behavior, actions, behavior_log_probs, advantages):
+def p3o_loss(log_pi, log_behavior, actions, advantages):
     """Returns P3O's policy loss, e_B, the mean KL divergence, and the share of ratios above e_B.
 
     L_π = mean_i[ -sg(min(ρ_i, e_B)) log π_θ(a_i|s_i) A_i ] + (1 - e_B) mean_i KL( π_θ ‖ π_b )(s_i)
 
-    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions, behavior_log_probs
-    = log π_b(a|s), and advantages are (N,). No gradient flows through e_B.
+    log_pi and log_behavior are log π_θ(·|s) and log π_b(·|s), (N, A). actions are (N,), advantages
+    too. No gradient flows through e_B.
     """
     log_probs = log_prob_of(log_pi, actions)
-    log_ratios = (log_probs - behavior_log_probs).detach()  # sg
+    log_ratios = (log_probs - log_prob_of(log_behavior, actions)).detach()  # sg
     ratios = log_ratios.exp()
     e_b = effective_sample_size(log_ratios)
     weights = torch.minimum(ratios, e_b)
@@ -395,7 +395,7 @@ def main(args, *, CausalTransformer=CausalTransformer, rollout_length=rollout_le
             log_probs = log_prob_of(log_pi, tokens)
             log_probs_b = log_prob_of(log_pi_b, tokens)
             # e_B and KL are logged whichever loss it is, so that they can be compared.
-            p3o, e_b, kl, capped_share = p3o_loss(log_pi, log_pi_b, tokens, log_probs_b, advantages)
+            p3o, e_b, kl, capped_share = p3o_loss(log_pi, log_pi_b, tokens, advantages)
             ppo = clipped_surrogate(log_probs, log_probs_b, advantages, args.clip_coef).mean()
             loss = p3o if args.loss == "p3o" else ppo  # grpo is ppo with other advantages
             optimizer.zero_grad()

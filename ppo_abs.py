@@ -275,19 +275,6 @@ def log_prob_of(log_pi, actions):
     return log_pi.gather(1, actions[:, None]).squeeze(1)
 
 
-def played_actions(actions, log_pi, info):
-    """The actions (E,) that were played, and their log π_b(a|s) (E,), from those that were drawn.
-
-    Where EpisodicLife pressed FIRE in place of another action, π_b(FIRE|s) was 1.
-    """
-    log_probs = log_prob_of(log_pi, actions)
-    if "executed_actions" in info:
-        played = torch.tensor(info["executed_actions"], device=actions.device)
-        log_probs[played != actions] = 0.0
-        actions = played
-    return actions, log_probs
-
-
 def kl_divergence(log_p, log_q):
     """KL(p ‖ q) = Σ_a p(a) (log p(a) - log q(a)): log-probabilities (N, A) -> (N,)."""
     log_ratios = log_p - log_q
@@ -415,7 +402,9 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
                     actions[t] = sampled_actions(log_pi)
                     frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
                     next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    actions[t], log_probs[t] = played_actions(actions[t], log_pi, info)
+                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
+                        actions[t] = torch.tensor(info["executed_actions"])
+                    log_probs[t] = log_prob_of(log_pi, actions[t])
                     rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)

@@ -149,8 +149,8 @@ def test_network_is_three_convolutions_and_a_layer_over_pixels_from_0_to_1():
 # --- Whole iterations ---
 
 
-def policy_loss_of_ppo(args, log_pi, log_behavior, actions, log_probs, advantages):
-    ratios = (log_pi[range(len(actions)), actions] - log_probs).exp()
+def policy_loss_of_ppo(args, log_pi, log_behavior, actions, advantages):
+    ratios = (log_pi - log_behavior)[range(len(actions)), actions].exp()
     clipped = ratios.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     return -torch.stack([ratios * advantages, clipped * advantages]).amin(0).mean()
 
@@ -158,8 +158,7 @@ def policy_loss_of_ppo(args, log_pi, log_behavior, actions, log_probs, advantage
 def second_computation(args, network, steps, policy_loss, clip_values, keep=1):
     """What the iterations should make of network (float64), with one mini-batch per epoch.
 
-    Learning is of the executed actions, and of this many (keep) rollouts. FIRE that EpisodicLife
-    pressed for another action had probability 1.
+    Learning is of the executed actions, and of this many (keep) rollouts.
     """
     optimizer = torch.optim.Adam(network.parameters(), eps=1e-5)
     kept = []
@@ -177,12 +176,8 @@ def second_computation(args, network, steps, policy_loss, clip_values, keep=1):
         returns = mixed_returns(reward, next_values.numpy(), *ends, *discount).flatten()
         returns = torch.from_numpy(returns)
         actions = torch.from_numpy(stacked(rollout, "action")).flatten()
-        log_behavior = logits.log_softmax(-1)
-        log_probs = log_behavior[range(len(actions)), actions]
-        drawn = [getattr(step, "drawn", step.action) for step in rollout]
-        log_probs[np.stack(drawn).flatten() != actions.numpy()] = 0
-        kept.append([obs, log_behavior, actions, log_probs, returns, values])
-        obs, log_behavior, actions, log_probs, returns, values = map(
+        kept.append([obs, logits.log_softmax(-1), actions, returns, values])
+        obs, log_behavior, actions, returns, values = map(
             torch.cat, zip(*kept[-keep:], strict=True)
         )
         advantages = returns - values
@@ -196,7 +191,7 @@ def second_computation(args, network, steps, policy_loss, clip_values, keep=1):
             if clip_values:
                 near = values + (value - values).clamp(-args.clip_coef, args.clip_coef)
                 errors.append((near - returns) ** 2)
-            loss = policy_loss(args, log_pi, log_behavior, actions, log_probs, advantages)
+            loss = policy_loss(args, log_pi, log_behavior, actions, advantages)
             loss += args.vf_coef * torch.stack(errors).amax(0).mean() / 2
             loss -= args.ent_coef * Categorical(logits=logits).entropy().mean()
             optimizer.zero_grad()
@@ -229,19 +224,10 @@ def computed_twice(train):
     return run
 
 
-class KeepsDrawn(EpisodicLife):
-    """Keeps the drawn actions in FakeEnvs.steps, beside those that it executes."""
-
-    def step(self, actions):
-        results = super().step(actions)
-        self.unwrapped.steps[-1].drawn = np.array(actions)
-        return results
-
-
 KINDS = {
     "plain": lambda: FakeEnvs(3, truncate=0.4),
-    "lives": lambda: KeepsDrawn(FakeEnvs(3, terminate=0.4, lives=3), fire_action=2),
-    "reused-arrays": lambda: KeepsDrawn(ReusedArrays(3, terminate=0.4, lives=3), fire_action=2),
+    "lives": lambda: EpisodicLife(FakeEnvs(3, terminate=0.4, lives=3), fire_action=2),
+    "reused-arrays": lambda: EpisodicLife(ReusedArrays(3, terminate=0.4, lives=3), fire_action=2),
 }
 
 

@@ -60,7 +60,7 @@ def test_sync_from_the_command_line(tmp_path):
 LIMITS = {
     "longest line": 100,
     "tokens a code line": 9.8,
-    "lines of main": 157,
+    "lines of main": 156,
     "functions inside main": 0,
     "lines below the banner": 264,  # after which nothing is about the algorithm
 }
