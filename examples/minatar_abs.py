@@ -16,12 +16,12 @@ from typing import Literal
 import torch.nn as nn
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from minatar.gym import BaseEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import pqn_abs
 
-GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 MAX_STEPS = 2501  # Freeway ends by itself after as many; the other games have no limit of their own
 
 
@@ -29,20 +29,20 @@ MAX_STEPS = 2501  # Freeway ends by itself after as many; the other games have n
 class Args(pqn_abs.Args):
     """PQN with Adaptive Batch Scaling on MinAtar."""
 
-    env_id: str = "breakout"  # asterix, breakout, freeway, seaquest or space_invaders
-    total_timesteps: int = 1_000_000  # [T_total] environment steps
+    env_id: Literal["asterix", "breakout", "freeway", "seaquest", "space_invaders"] = "breakout"
+    total_timesteps: int = 1_000_000  # [T_total] steps in all environments
     num_envs: int = 32  # [E] environments in parallel
-    learning_rate: float = 1e-3  # of RAdam, constant
-    num_minibatches: int = 16  # mini-batches an epoch; their number is fixed, their size follows L
-    end_e: float = 0.05  # [ε] share of random actions after exploration
-    adapt_frequency: int = 10  # [K] iterations from one measurement of BD to the next
-    precision: Literal["auto", "float32", "bfloat16"] = "float32"  # of all layers
+    learning_rate: float = 1e-3  # learning rate of RAdam
+    num_minibatches: int = 16  # mini-batches per epoch
+    end_e: float = 0.05  # [ε] share of random actions once ε has stopped falling
+    adapt_frequency: int = 10  # [K] measure δ in every K-th iteration
+    checkpoint_every: float = 60.0  # seconds between checkpoints; a run takes some minutes
 
 
 class QNetwork(nn.Module):
     """PQN's network for MinAtar: bool images (N, 10, 10, C) -> float32 Q-values (N, A)."""
 
-    def __init__(self, envs):
+    def __init__(self, envs, args):
         super().__init__()
         channels = envs.single_observation_space.shape[2]
         self.conv = pqn_abs.layer_init(nn.Conv2d(channels, 16, 3))
@@ -61,15 +61,15 @@ class QNetwork(nn.Module):
         return self.head(features.permute(0, 2, 3, 1))
 
 
-def make_envs(args: Args) -> SyncVectorEnv:
+def make_envs(args: Args):
     """MinAtar's defaults: an action is repeated with probability 0.1, and games get harder."""
-    if args.env_id not in GAMES:
-        raise pqn_abs.UsageError(f"--env-id {args.env_id}: the games are {', '.join(GAMES)}")
 
     def make_env():
         return TimeLimit(BaseEnv(args.env_id, use_minimal_action_set=True), MAX_STEPS)
 
-    return SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    makers = [make_env] * args.num_envs
+    envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    return RecordEpisodeStatistics(envs)
 
 
 if __name__ == "__main__":
