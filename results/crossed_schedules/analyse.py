@@ -29,16 +29,16 @@ def read(folder: Path, window: float) -> tuple[np.ndarray, list[str]]:
     scores = defaultdict(dict)
     run_folders = sorted(folder.glob("*__*__*/"))
     if len(run_folders) != RUNS:
-        plot.fail(f"{folder} holds {len(run_folders)} of {RUNS} runs; the protocol wants all")
+        raise SystemExit(f"{folder} has {len(run_folders)} of {RUNS} runs; the protocol wants all")
     for run_folder in run_folders:
         run = plot.read_run(run_folder)
         if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
-            plot.fail(f"{run_folder} is not finished; the protocol wants all runs first")
+            raise SystemExit(f"{run_folder} is not finished; the protocol wants all runs first")
         name, game, seed = run_folder.name.split("__")
         arm, rate = name.split("_")
         found = (run.args["env_id"], run.args["seed"], run.args["learning_rate"])
         if found != (game, int(seed), RATES[rate]):
-            plot.fail(f"{run_folder} holds another run: {found}")
+            raise SystemExit(f"{run_folder} holds another run: {found}")
         scores[arm, f"{rate}_{game}"][int(seed)] = report.score(run, window)
     settings = sorted({setting for _, setting in scores})
     seeds = sorted(scores[ARMS[0], settings[0]])

@@ -36,8 +36,6 @@ class Schedule:
     def start(self, args):
         with TABLE.open() as file:
             rows = list(csv.DictReader(file))
-        if args.schedule not in rows[0]:
-            raise pqn_abs.UsageError(f"--schedule {args.schedule}: no column of {TABLE.name}")
         self.steps = [float(row["global_step"]) for row in rows]
         self.lengths = [float(row[args.schedule]) for row in rows]
         self.steps_a_unit = args.adapt_frequency * args.num_envs  # K iterations, for L = 1

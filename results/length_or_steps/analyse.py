@@ -134,57 +134,49 @@ def doublings(settings):
     return np.array(found)
 
 
-def updates(folder, arm, setting):
-    """Gradient steps of an arm's run; they are the same with every seed."""
+def updates(folder, arm, setting, share):
+    """Gradient steps over the first share of an arm's run; they are the same with every seed."""
     rate, game = setting.split()
     run = plot.read_run(Path(folder, f"{arm}_{rate}__{game}__{SEEDS[0]}"))
-    return run.columns["charts/updates"][-1]
+    steps = [0, *run.columns[plot.STEP]]
+    return np.interp(share * steps[-1], steps, [0, *run.columns["charts/updates"]])
 
 
-def draw(effects, found):
-    """The schedules by rate, and the two main effects: the settings' own, and their mean.
+def draw(settings, effects, found, leads):
+    """The two main effects, at both rates and at each; and the settings' effects of the steps.
 
-    effects and found, by name: (settings,), and the mean with its 95% and 90% intervals, percent.
+    found, by name and rate: the mean with its 95% and 90% intervals, percent. effects: (settings,),
+    percent. leads: by how much a setting's own schedule has more steps over the first half.
     """
-    size = {"figsize": (11, 4.2), "width_ratios": (2, 2, 3), "layout": "constrained"}
-    figure, axes = plot.plt.subplots(1, 3, **size)
-    table = np.genfromtxt(Path(__file__).with_name("schedules.csv"), delimiter=",", names=True)
-    *panels, right = axes
-    lines = {}
-    row = 0
-    for rate, panel in zip(RATES, panels, strict=True):
-        panel.sharey(panels[0])
-        for i, game in enumerate(GAMES):
-            look = plot.style(i, len(table))
-            if rate == RATES[0]:
-                look["markerfacecolor"] = "white"
-            name = f"{rate}_{game}".replace(".", "")
-            own = panel.plot(table["global_step"], table[f"{name}_own"], **look)
-            lines[plot.title(game)] = own[0]
-            look |= {"linewidth": 0.8, "linestyle": ":", "markersize": 3}
-            panel.plot(table["global_step"], table[f"{name}_mirror"], **look)
-            for height, factor in enumerate(effects):
-                y = height + 0.12 + 0.06 * row
-                right.plot(effects[factor][row], y, **(look | {"markevery": 1, "markersize": 5}))
-            row += 1
-        marks = "hollow" if rate == RATES[0] else "filled"
-        panel.set_title(f"Learning rate {rate}: {marks} marks", fontsize="medium")
-        panel.set(xlabel="Environment steps", xlim=(0, None))
-        panel.xaxis.set_major_locator(plot.ticker.MaxNLocator(3))
-        panel.xaxis.set_major_formatter(plot.ticker.EngFormatter(sep=""))
-    panels[0].set_ylabel("L: own, and dotted its mirror")
-    right.axvspan(-MARGIN, MARGIN, color="0.92", zorder=0)
+    size = {"figsize": (10, 3.8), "layout": "constrained"}
+    figure, (left, right) = plot.plt.subplots(1, 2, **size)
+    left.axvspan(-MARGIN, MARGIN, color="0.92", zorder=0)
+    left.axvline(0, color="0.4", linewidth=0.8)
+    names = {"steps": "Gradient steps", "L": "Rollout length L"}
+    parts = {"all": "both rates", RATES[0]: f"rate {RATES[0]}", RATES[1]: f"rate {RATES[1]}"}
+    rows = [(name, part) for name in names for part in parts]
+    for height, row in enumerate(rows):
+        mean, *limits = found[row]
+        left.plot(limits[:2], [height, height], color="black", linewidth=1.2)  # 95%
+        left.plot(limits[2:], [height, height], color="black", linewidth=3.5)  # 90%
+        left.plot(mean, height, "D", color="black")
+    left.set_yticks(range(len(rows)), [f"{names[name]},\n{parts[part]}" for name, part in rows])
+    left.invert_yaxis()
+    left.set_xlabel("Score: mirror better < 0 < own better (%)")
+    left.set_title("Main effects, 95% and 90% intervals", fontsize="medium")
+    right.axhline(0, color="0.4", linewidth=0.8)
     right.axvline(0, color="0.4", linewidth=0.8)
-    for height, name in enumerate(effects):
-        mean, *limits = found[name]
-        right.plot(limits[:2], [height, height], color="black", linewidth=1.2)  # 95%
-        right.plot(limits[2:], [height, height], color="black", linewidth=3.5)  # 90%
-        right.plot(mean, height, "D", color="black")
-    right.set_yticks(range(len(effects)), ["Rollout\nlength L", "Gradient\nsteps"])
-    right.set_title("Black: the mean, its 90% and 95% interval", fontsize="medium")
-    right.set_xlabel("Score: mirror better < 0 < own better (%)")
-    right.set_ylim(len(effects) - 0.1, -0.3)
-    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=len(lines))
+    lines = {}
+    for setting, effect, lead in zip(settings, effects, leads, strict=True):
+        rate, game = setting.split()
+        look = plot.style(GAMES.index(game), 1) | {"linestyle": "", "markersize": 7}
+        if rate == RATES[0]:
+            look["markerfacecolor"] = "white"
+        (lines[plot.title(game)],) = right.plot(lead, effect, **look)
+    right.set_xlabel("Gradient steps over the first half: own more than mirror (%)")
+    right.set_ylabel("Effect of the own gradient steps (%)")
+    right.set_title(f"The settings; hollow: rate {RATES[0]}", fontsize="medium")
+    right.legend(lines.values(), lines.keys(), loc="upper left")
     return figure
 
 
@@ -206,7 +198,7 @@ def main(what, folder):
         print(f"window {window:g}, {len(settings)} settings, {arms[0].shape[1]} seeds")
         ps, found, effects = [], {}, {}
         for name in ("L", "steps"):
-            p, found[name] = show(name, arms, SIGNS[name])
+            p, found[name, "all"] = show(name, arms, SIGNS[name])
             ps.append(p)
             effects[name] = percent(effect(arms, SIGNS[name]))
         print("  p by Holm:", [f"{p:.4f}" for p in report.holm(ps)])
@@ -220,11 +212,21 @@ def main(what, folder):
             show(f"{rate}, per doubling of L (exploratory)", few, SIGNS["L"], x[chosen])
             name = f"{rate}, per doubling of gradient steps (exploratory)"
             show(name, few, SIGNS["steps"], -x[chosen])
+        leads = []  # of the own schedule in gradient steps: over the run, and over its first half
         for row, setting in enumerate(settings):
-            own, mirror = updates(folder, "OO", setting), updates(folder, "OM", setting)
-            design = f"L {100 * (2 ** x[row] - 1):+.0f}%, steps {100 * (own / mirror - 1):+.0f}%"
+            leads.append([])
+            for share in (1, 0.5):
+                own, mirror = (updates(folder, arm, setting, share) for arm in ("OO", "OM"))
+                leads[row].append(100 * (own / mirror - 1))
+            run, half = leads[row]
+            steps = f"steps {run:+.0f}%, over the first half {half:+.0f}%"
+            design = f"L {100 * (2 ** x[row] - 1):+.0f}%, {steps}"
             both = f"L {effects['L'][row]:+.1f}%, steps {effects['steps'][row]:+.1f}%"
-            print(f"  {setting}: own is {design}; effects {both}")
+            scores = []  # geometric means, with the own steps and with their mirror
+            for pair in (("OO", "MO"), ("OM", "MM")):
+                scores.append(np.exp(np.mean([table[arm][row] for arm in pair])))
+            points = f"{scores[0]:.2f} and {scores[1]:.2f} points"
+            print(f"  {setting}: own is {design}; effects {both}; {points} by steps")
         if window == 1.0:
             for name in ("L", "steps"):
                 largest = np.abs(effects[name]).argmax()
@@ -233,8 +235,9 @@ def main(what, folder):
                     parts[rate] = [setting.startswith(rate) for setting in settings]
                 for part, chosen in parts.items():
                     few = [arm[np.array(chosen)] for arm in arms]
-                    show(f"{name}, {part} (secondary)", few, SIGNS[name])
-            figure = draw(effects, found)
+                    row = f"{name}, {part} (secondary)"
+                    _, found[name, part] = show(row, few, SIGNS[name])
+            figure = draw(settings, effects["steps"], found, [half for _, half in leads])
             plot.save(figure, Path(__file__).with_name("figure.png"))
 
 

@@ -20,15 +20,20 @@ from tools.suite import is_done
 
 def thinned(rows):
     kept = []
+    last_fifth = 0.8 * int(rows[-1][STEP])
     before, points, steps = 0, 0.0, 0  # since the kept row before
     for row, after in zip(rows, [*rows[1:], None], strict=True):
-        own_steps = int(row[STEP]) - before
-        before = int(row[STEP])
+        step = int(row[STEP])
+        own_steps = step - before
+        is_at_last_fifth = before <= last_fifth < step
+        is_before_last_fifth = after is not None and step <= last_fifth < int(after[STEP])
+        before = step
         if row[RETURN]:
             points += own_steps * float(row[RETURN])
             steps += own_steps
         is_last_without = after is not None and not row[RETURN] and after[RETURN]
-        if row[DIVERGENCE] or after is None or is_last_without:
+        is_kept = row[DIVERGENCE] or after is None or is_last_without
+        if is_kept or is_at_last_fifth or is_before_last_fifth:
             kept.append(row | {RETURN: points / steps if steps else ""})
             points, steps = 0.0, 0
     return kept

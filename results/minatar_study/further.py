@@ -30,9 +30,9 @@ def read(folder: str) -> dict[str, list[list[plot.Run]]]:
     return {arm: [games[game] for game in sorted(games)] for arm, games in arms.items()}
 
 
-def log_scores(arm) -> np.ndarray:
+def log_scores(arm, window: float = WINDOW) -> np.ndarray:
     """(games, seeds)"""
-    return np.log([[report.score(run, WINDOW) for run in runs] for runs in arm])
+    return np.log([[report.score(run, window) for run in runs] for runs in arm])
 
 
 def print_selection(arms):
@@ -48,6 +48,17 @@ def print_selection(arms):
     best = np.max([scores[name].mean(axis=1) for name in FIXED], axis=0)
     lead = np.expm1((scores["abs"].mean(axis=1) - best).mean())
     print(f"selection: ABS against the best length of each game {100 * lead:+.1f}%")
+
+
+def print_fixed_lengths(arms):
+    """ABS against each fixed length, over the last fifth and over the whole run."""
+    for window in (WINDOW, 1):
+        for name in FIXED:
+            pair = log_scores(arms["abs"], window), log_scores(arms[name], window)
+            change, low, high = 100 * np.expm1(report.estimate(report.difference, *pair))
+            print(
+                f"selection, window {window}: abs - {name} {change:+.1f}% ({low:.1f} to {high:.1f})"
+            )
 
 
 def print_lengths(arm):
@@ -102,7 +113,9 @@ def print_early_scores(arms):
 
 
 if __name__ == "__main__":
-    print_selection(read("selection"))
+    selection = read("selection")
+    print_selection(selection)
+    print_fixed_lengths(selection)
     confirmation = read("confirmation")
     print_lengths(confirmation["a"])
     print_truncated(confirmation["d"])
