@@ -1,69 +1,52 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
-#     "tyro>=1.0", "wandb>=0.25", "tqdm>=4.67"]
+#     "tyro>=1.0.17", "wandb>=0.25", "tqdm>=4.67", "filelock>=3.20"]
 # ///
-"""PQN with Adaptive Batch Scaling (ABS) at scale: larger networks, larger batches, several GPUs.
+"""PQN with Adaptive Batch Scaling (ABS) for larger networks and batches, and several GPUs.
 
 PQN [arXiv 2407.04811] is Q-learning with many parallel environments and LayerNorm, but no replay
 buffer and no target network. An iteration plays L steps in each of E environments, learns from
 these steps in a fixed number of mini-batches, and discards them.
 
 ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it measures the Behavioral
-Divergence (BD) δ_π: the share of M states of the rollout in which the updates changed the greedy
-action. With θ_old, the network before these updates, and θ, the network after them:
+Divergence δ: the share of M states of the rollout in which this iteration's updates changed the
+greedy action. θ_old is the network before these updates, and θ the one after them:
 
-    δ_π = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ]
-    α   = log(clip(δ_π, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)      0: stable, 1: volatile
-    L'  = L_max - α (L_max - L_min)                                                  (Eq. 4)
-    L_adapt ← (1 - β) L_adapt + β L',    L = round(L_adapt),    batch |B| = E L
+    δ  = (1/M) Σ_i 1[ argmax_a Q_θ(s_i, a) ≠ argmax_a Q_θold(s_i, a) ]
+    α  = log(clip(δ, δ_min, δ_max) / δ_min) / log(δ_max / δ_min)         0: stable, 1: volatile
+    L' = L_max - α (L_max - L_min)                                                   (Eq. 4)
+    L  ← (1 - β) L + β L'
 
-A volatile policy gets short rollouts, and so small batches. A stable policy gets long rollouts and
-large batches. The ABS paper reports that larger networks gain more from larger batches, and gives
-them L_max = 128 steps, not 64 as in pqn_abs.py.
-
-The network is a wide CNN, then one linear layer with LayerNorm, whose output is x_0. Then come n
-residual blocks f_k, each of which adds x_0 again, and one more linear layer [multi-skip, SG: arXiv
-2506.15544]:
+The network is a CNN and a linear layer, whose output is x_0. Then come n residual blocks f_k, each
+of which adds x_0 again, and one more linear layer [SG: arXiv 2506.15544]:
 
     x_{k+1} = x_k + f_k(x_k) + x_0
 
-PQN-L (--size l) has 5 blocks, PQN-XL (--size xl) has 10, and --size s is pqn_abs.py's network.
+Started by torchrun, each process plays in E environments of its own. Gradients and δ are averaged
+over the processes, so all have the same network and the same L. In main, "ABS" marks the lines that
+PQN alone does not have, and "torchrun" those that differ with several processes.
 
-Started by torchrun, every process plays in its own E environments, so the batch is E L times the
-number of processes. Gradients and BD are averaged over the processes, so that all have the same
-network and the same L. If one process fails, torchrun ends them all, and --resume goes on from the
-last checkpoint. In main, "ABS" marks its lines, and "torchrun" those that differ with several
-processes.
-
-One GPU, PQN-L; the ABS paper's settings, and --episodic-life, without which a game may stall:
+PQN-L on one GPU; the ABS paper's settings, except that a lost life ends an episode:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
-PQN-XL:
-    python pqn_abs_xl.py --size xl
 Four GPUs, each with its own 128 environments:
     torchrun --nproc-per-node 4 pqn_abs_xl.py
-Plain PQN-L, with L = 32 throughout:
-    python pqn_abs_xl.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash, with torchrun if it was started so:
     python pqn_abs_xl.py --resume runs/...
 """
 
-import atexit
-import copy
+import argparse
 import ctypes
-import difflib
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -76,20 +59,24 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from filelock import FileLock
 from gymnasium.vector import AutoresetMode, VectorWrapper
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 
 @dataclass
 class Args:
-    """PQN with Adaptive Batch Scaling. Defaults are ABS's; its symbols are in brackets."""
+    """PQN with Adaptive Batch Scaling. Symbols and, unless noted, defaults are the ABS paper's."""
 
     env_id: str = "BreakoutNoFrameskip-v4"  # an Atari game; ALE/Breakout-v5 has sticky actions
     seed: int = 1  # seed of the network, the exploration and the environments
     total_timesteps: int = 20_000_000  # [T_total] steps of 4 frames, of all processes together
     num_envs: int = 128  # [E] environments in parallel, in each process
+    episodic_life: bool = True  # a lost life ends an episode; not so in the ABS paper
     learning_rate: float = 2.5e-4  # learning rate of RAdam
-    anneal_lr: bool = False  # lower the learning rate linearly to 0 at total_timesteps
+    anneal_lr: bool = False  # lower the learning rate linearly to 0
     gamma: float = 0.99  # [γ] discount
     q_lambda: float = 0.65  # [λ] of the Q(λ) targets: 0 is one-step Q-learning, 1 is Monte Carlo
     num_minibatches: int = 4  # mini-batches per epoch
@@ -98,60 +85,42 @@ class Args:
     start_e: float = 1.0  # [ε] share of random actions at the start
     end_e: float = 0.001  # [ε] share of random actions once ε has stopped falling
     exploration_fraction: float = 0.10  # fraction of total_timesteps over which ε falls
-    episodic_life: bool = True  # a lost life ends the episode; not in the ABS paper's table
 
     size: Literal["s", "l", "xl"] = "l"  # network: that of pqn_abs.py, 5 blocks, or 10 blocks
     adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PQN with L = num_steps
     num_steps: int = 32  # [L] steps in each environment in the first rollout
     rollout_min: int = 16  # [L_min] rollout length of a volatile policy
     rollout_max: int = 128  # [L_max] rollout length of a stable policy
-    adapt_frequency: int = 50  # [K] measure BD in every K-th iteration
-    delta_min: float = 0.05  # [δ_min] at this BD or less, the policy counts as stable
-    delta_max: float = 0.95  # [δ_max] at this BD or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; the value is from the ABS author's code
-    reference_states: int = 2048  # [M] states sampled for BD; from the ABS author's code
-    scale_epochs: bool = False  # N_epochs * L // 32 epochs where L > 32, as in the author's code
+    adapt_frequency: int = 50  # [K] measure δ in every K-th iteration
+    delta_min: float = 0.05  # [δ_min] at this δ or less, the policy counts as stable
+    delta_max: float = 0.95  # [δ_max] at this δ or more, it counts as volatile
+    beta: float = 0.1  # [β] step size of L; the value is from the ABS author's code
+    reference_states: int = 2048  # [M] states of the rollout that δ is measured on; all, if fewer
+    scale_epochs: bool = False  # where L > 32, make N_epochs * L // 32 passes
 
-    device: str = "auto"  # auto (CUDA if there is one, else the CPU), cpu, cuda:1, mps, ...
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of all layers but the last; auto is bfloat16 where the hardware supports it"""
+    """number format of all layers but the last; auto: bfloat16 where the hardware supports it"""
     runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default game, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints
     resume: str | None = None  # continue the run in this folder; its arguments become the defaults
     track: bool = False  # also log to Weights & Biases (the project is $WANDB_PROJECT)
 
+    def __post_init__(self):
+        check_args(self)  # refuses values that would fail late
+
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights and zero biases."""
+    """Orthogonal weights, as in CleanRL; a gain of √2 makes up for what a ReLU cuts off."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-class PixelConv(nn.Conv2d):
-    """A convolution of pixels / 255. Dividing the weights is cheaper than dividing the pixels."""
-
-    def forward(self, pixels):
-        return F.conv2d(pixels, self.weight / 255, self.bias, self.stride)
-
-
-class ImageNorm(nn.LayerNorm):
-    """LayerNorm of images (N, C, H, W) over C, H and W; the argument is their shape [H, W, C].
-
-    It turns them into (N, H, W, C) and back. That is the order in which they lie in memory
-    ("channels last", see QNetwork), so nothing is copied. It is faster on a CPU.
-    """
-
-    def forward(self, images):
-        return super().forward(images.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-SIZES = {  # channels of the three convolutions, and the number of residual blocks
-    "s": (32, 64, 64, 0),
-    "l": (64, 128, 128, 5),
-    "xl": (64, 128, 128, 10),
-}
+def dense(inputs: int) -> list:
+    """A linear layer with 512 outputs, and its LayerNorm."""
+    return [layer_init(nn.Linear(inputs, 512)), nn.LayerNorm(512)]
 
 
 class QNetwork(nn.Module):
@@ -160,108 +129,86 @@ class QNetwork(nn.Module):
     LayerNorm after each layer keeps Q-learning stable without a target network.
     """
 
-    def __init__(self, envs, size="l"):
+    def __init__(self, envs, args):
         super().__init__()
-        c1, c2, c3, num_blocks = SIZES[size]
+        self.bfloat16 = uses_bfloat16(args)  # as --precision says
+        # Channels of the three convolutions, and the number of residual blocks.
+        sizes = {"s": (32, 64, 64, 0), "l": (64, 128, 128, 5), "xl": (64, 128, 128, 10)}
+        c1, c2, c3, num_blocks = sizes[args.size]
         self.body = nn.Sequential(
-            layer_init(PixelConv(4, c1, 8, stride=4)),
-            ImageNorm([20, 20, c1]),
+            layer_init(nn.Conv2d(4, c1, 8, stride=4)),
+            nn.LayerNorm([c1, 20, 20]),
             nn.ReLU(),
             layer_init(nn.Conv2d(c1, c2, 4, stride=2)),
-            ImageNorm([9, 9, c2]),
+            nn.LayerNorm([c2, 9, 9]),
             nn.ReLU(),
             layer_init(nn.Conv2d(c2, c3, 3, stride=1)),
-            ImageNorm([7, 7, c3]),
+            nn.LayerNorm([c3, 7, 7]),
             nn.ReLU(),
             nn.Flatten(),
-            layer_init(nn.Linear(7 * 7 * c3, 512)),
-            nn.LayerNorm(512),
+            *dense(c3 * 7 * 7),
         )
         self.blocks = nn.ModuleList()
         for _ in range(num_blocks):
-            block = nn.Sequential(
-                nn.ReLU(),
-                layer_init(nn.Linear(512, 512)),
-                nn.LayerNorm(512),
-                nn.ReLU(),
-                layer_init(nn.Linear(512, 512)),
-                nn.LayerNorm(512),
-            )
+            block = nn.Sequential(nn.ReLU(), *dense(512), nn.ReLU(), *dense(512))
             self.blocks.append(block)
-        self.before_head = nn.Sequential(nn.ReLU())  # without blocks, the ReLU of x_0's layer
-        if num_blocks > 0:
-            layer = layer_init(nn.Linear(512, 512))
-            self.before_head = nn.Sequential(layer, nn.LayerNorm(512), nn.ReLU())
+        last = dense(512) if num_blocks > 0 else []  # --size s is pqn_abs.py's network
+        self.before_head = nn.Sequential(*last, nn.ReLU())
         self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
-        self.to(memory_format=torch.channels_last)
 
     def forward(self, frames):
-        # bfloat16 represents every byte exactly. Under autocast, converting the frames to bfloat16
-        # here makes the network 1.4 times as fast.
-        is_bfloat16 = torch.is_autocast_enabled(frames.device.type)
-        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        x_0 = self.body(frames.to(dtype, memory_format=torch.channels_last))
-        x_0 = x_0.float()  # so that the blocks add up in float32, also under autocast
-        x = x_0
-        for block in self.blocks:
-            x = x + block(x) + x_0
-        x = self.before_head(x)
-        # On Atari, Q-values of two actions often differ by under 1%: in bfloat16 they would tie.
-        with torch.autocast(x.device.type, enabled=False):
-            return self.head(x.float())
+        with torch.autocast(frames.device.type, torch.bfloat16, enabled=self.bfloat16):
+            x_0 = self.body(frames / 255).float()  # so the blocks add up in float32
+            x = x_0
+            for block in self.blocks:
+                x = x + block(x) + x_0
+            x = self.before_head(x)
+        # Q-values of two actions often differ by under 1%: in bfloat16 they would tie.
+        return self.head(x.float())
 
 
 class EpisodicLife(VectorWrapper):
-    """A lost life ends the learner's episode ("terminated"), but the game goes on without a reset.
+    """A lost life ends the learner's episode ("terminated"), but the game goes on.
 
-    Then the next action is fire_action instead of the agent's: games like Breakout wait for FIRE.
-    The environments must report info["lives"]. The wrapper adds to info where a whole game ended,
-    and which actions were executed. All are arrays (E,).
+    Games like Breakout then wait for FIRE, for ever if the policy does not press it. So after a
+    lost life every action does what fire_action does. To the agent, this is a rule of the game.
     """
 
     def __init__(self, envs, fire_action):
         super().__init__(envs)
         self.fire_action = fire_action
 
-    def reset(self, **options):
-        obs, info = super().reset(**options)
-        self.lives = np.array(info["lives"])
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        self.lives = info["lives"].copy()
         self.lost_life = np.zeros(self.num_envs, bool)
         return obs, info
 
     def step(self, actions):
         actions = np.where(self.lost_life, self.fire_action, actions)
         obs, rewards, terminated, truncated, info = super().step(actions)
-        game_over = terminated | truncated
-        # Where a game is over, these lives are the next game's, which may begin with fewer.
-        self.lost_life = (info["lives"] < self.lives) & ~game_over
-        self.lives = np.array(info["lives"])
-        info = info | {"game_over": game_over, "executed_actions": actions}
+        # Where the whole game ended, info["lives"] counts the lives of the next game.
+        self.lost_life = (info["lives"] < self.lives) & ~(terminated | truncated)
+        self.lives = info["lives"].copy()
         return obs, rewards, terminated | self.lost_life, truncated, info
 
 
 def make_envs(args: Args):
-    """A vector of args.num_envs copies of an Atari game.
+    """A vector of args.num_envs copies of an Atari game; a step is 4 frames of the game.
 
-    Observations are uint8 (E, 4, 84, 84): the last 4 grey frames. A step is 4 emulator frames, and
-    the last two of them are max-pooled. Rewards are points in the game. AtariVectorEnv starts a
-    game with FIRE and 0 to 28 no-ops, and truncates it after 108,000 emulator frames.
+    Observations are uint8 (E, 4, 84, 84): the last 4 steps' grey frames. Rewards are points.
+    AtariVectorEnv starts a game with FIRE, if it has it, and up to 29 no-ops, so that games differ.
+    It truncates a game after 108,000 frames.
 
-    Your own make_envs may return any Gymnasium VectorEnv with actions Discrete(A) and same-step
-    autoreset: where an episode ends, step() returns the next one's first observation, and
-    info["final_obs"] holds the last one of the episode that ended. A vector wrapper that transforms
-    observations must transform info["final_obs"], too.
+    Autoreset is same-step: where a game ends, step() returns the next game's first observation, and
+    info["final_obs"] has the last one of the game that ended. RecordEpisodeStatistics adds
+    info["episode"], with the scores of whole games. Environments of your own must do both.
     """
     gymnasium.register_envs(ale_py)
-    spec = gymnasium.registry.get(args.env_id)
-    is_atari = spec is not None and spec.entry_point == "ale_py.env:AtariEnv"
+    spec = gymnasium.spec(args.env_id)
     # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
-    if not is_atari or isinstance(spec.kwargs["frameskip"], tuple):
-        games = [name for name in gymnasium.registry if name.endswith("NoFrameskip-v4")]
-        (near,) = difflib.get_close_matches(args.env_id, games, n=1, cutoff=0)
-        why = "not an Atari game, or it skips frames at random"
-        raise UsageError(f"--env-id {args.env_id}: {why}; did you mean {near}?")
-    tqdm.write(f"loading {args.num_envs} x {args.env_id}", sys.stderr)  # about 0.2 s each
+    if not isinstance(spec.kwargs.get("frameskip"), int):
+        raise gymnasium.error.Error(f"{args.env_id}: use ALE/Breakout-v5 or BreakoutNoFrameskip-v4")
     envs = AtariVectorEnv(
         spec.kwargs["game"],
         args.num_envs,
@@ -269,10 +216,10 @@ def make_envs(args: Args):
         reward_clipping=False,  # main takes the sign
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
-    if not args.episodic_life:
-        return envs
     buttons = [button.name for button in envs.ale.get_action_set()]
-    return EpisodicLife(envs, buttons.index("FIRE") if "FIRE" in buttons else 0)  # 0 is NOOP
+    fire_action = buttons.index("FIRE") if "FIRE" in buttons else 0  # NOOP, which is harmless
+    envs = RecordEpisodeStatistics(envs)
+    return EpisodicLife(envs, fire_action) if args.episodic_life else envs
 
 
 def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_lambda: float):
@@ -280,204 +227,161 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
 
     G_t = r_t + γ (1 - terminated_t) [ λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a) ]
 
-    next_values[t] is max_a Q(s_{t+1}, a) of the state that followed s_t in its episode, never of
-    the next episode's first. It stands in for G_{t+1} at the end of the rollout, and where a time
-    limit truncated the episode. Where the episode terminated it is ignored.
+    next_values[t] is max_a Q(s_{t+1}, a). Where a time limit truncated the episode, s_{t+1} is the
+    episode's last state. There, and at the end of the rollout, G_{t+1} is not known, and
+    next_values[t] takes its place.
     """
     returns = torch.empty_like(next_values)
+    goes_on = (~terminated).float()  # 1 - terminated_t
     next_return = next_values[-1]
     for t in reversed(range(len(rewards))):
+        # After a truncation, G_{t+1} belongs to the next episode.
         next_return = torch.where(truncated[t], next_values[t], next_return)
         bootstrap = q_lambda * next_return + (1 - q_lambda) * next_values[t]
-        returns[t] = rewards[t] + gamma * ~terminated[t] * bootstrap
+        returns[t] = rewards[t] + gamma * goes_on[t] * bootstrap
         next_return = returns[t]
     return returns
 
 
 @torch.no_grad()
 def behavioral_divergence(network, old_network, states) -> float:
-    """Share of the states (M, ...) in which two networks' greedy actions differ, in [0, 1] [ABS].
+    """δ: the share of the states (M, ...) in which two networks' greedy actions differ [ABS].
 
-    δ_π = (1/M) Σ_i 1[ π_θ(s_i) ≠ π_θold(s_i) ],   π_θ(s) = argmax_a network(s)[a]
-
-    Raises ValueError unless network(states) is (M, A), one score per action, with A > 1.
+    A network returns one score per action, (M, A).
     """
-    scores = network(states)
-    if scores.dim() != 2 or scores.shape[1] < 2:
-        raise ValueError(f"pass networks that return (M, A) scores, not {tuple(scores.shape)}")
-    changed = scores.argmax(1) != old_network(states).argmax(1)
+    changed = network(states).argmax(1) != old_network(states).argmax(1)
     return changed.float().mean().item()
 
 
 def rollout_length(
-    divergence, adaptive_length, *, rollout_min, rollout_max, delta_min, delta_max, beta
+    divergence, length, *, rollout_min, rollout_max, delta_min, delta_max, beta
 ) -> float:
-    """The next L_adapt, a real number of steps, from δ_π and the current L_adapt [ABS, Eq. 4].
+    """The next L, a real number of steps, from δ and the current L [ABS, Eq. 4].
 
-    α = log(δ_clipped / δ_min) / log(δ_max / δ_min)          0: stable, 1: volatile
-    L' = L_max - α (L_max - L_min)
-    L_adapt ← (1 - β) L_adapt + β L'
-
-    The paper calls β α, too. Raises ValueError if the limits are not positive and in order.
+    δ at or below delta_min asks for rollout_max steps, δ at or above delta_max for rollout_min.
     """
-    if not (0 < delta_min < delta_max and 0 < rollout_min <= rollout_max):
-        raise ValueError("needs 0 < delta_min < delta_max and 0 < rollout_min <= rollout_max")
     clipped = min(max(divergence, delta_min), delta_max)
     alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
     target = rollout_max - alpha * (rollout_max - rollout_min)
-    return (1 - beta) * adaptive_length + beta * target
+    return (1 - beta) * length + beta * target
 
 
 RANK = int(os.environ.get("RANK", "0"))  # which of torchrun's processes this is
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # how many there are
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # how many processes play and learn
 
 
-def join_processes(args):
-    """Connect torchrun's processes, each with its own GPU. Returns what pick_device returns."""
-    if WORLD_SIZE == 1:
-        return pick_device(args)
-    if args.device.startswith(("auto", "cuda")) and torch.cuda.is_available():
-        args = replace(args, device=f"cuda:{os.environ['LOCAL_RANK']}")
-    device, bfloat16 = pick_device(args)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():  # a program may call main twice
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device, bfloat16
-
-
-def leave_processes():
-    """Disconnect them at the program's end. After a failure, this could wait for the others."""
-    if WORLD_SIZE > 1:
-        atexit.unregister(dist.destroy_process_group)  # a program may call main twice
-        atexit.register(dist.destroy_process_group)
-
-
-def agree_on_folder(folder) -> Path:
-    """The first process's folder, in all processes: a new one has the time in its name.
-
-    This waits for all, so that none makes the folder before all have seen that it is new.
-    """
-    if WORLD_SIZE == 1:
-        return folder
-    folders = [None] * WORLD_SIZE
-    dist.all_gather_object(folders, folder)
-    return folders[0]
-
-
-def average_gradients(network):
-    """Replace every gradient by its mean over all processes."""
-    if WORLD_SIZE > 1:
-        for parameter in network.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= WORLD_SIZE
-
-
-def average(value, device) -> float:
+def average(value) -> float:
     """The mean of a number over all processes."""
-    if WORLD_SIZE == 1:
-        return value
-    total = torch.tensor(float(value), device=device)
-    dist.all_reduce(total)
+    total = torch.tensor(value, dtype=torch.float64)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(total)
     return total.item() / WORLD_SIZE
 
 
-def own_seed(seed, iteration) -> int:
-    """seed_all, with another number in each process, so that no two play the same games."""
-    return seed_all(seed, iteration * WORLD_SIZE + RANK)
+class Follower(AbstractContextManager):
+    """Run's place in all processes but the first, which alone has files."""
+
+    def __init__(self):
+        self.scores = deque(maxlen=0)  # the log has the first process's
+        self.interrupted = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def interrupt(self, number, frame):
+        self.interrupted = True
+
+    def skip(self, *args, **kwargs):
+        """The first process does it."""
+
+    log = checkpoint = __exit__ = skip
+
+
+def share(run, parts):
+    """Give all processes the first one's folder, and what it has loaded to resume."""
+    if WORLD_SIZE > 1:
+        message = [run.folder, run.saved] if RANK == 0 else [None, None]
+        dist.broadcast_object_list(message)
+        run.folder, run.saved = message
+        for name in parts.keys() & run.saved.keys():
+            parts[name].load_state_dict(run.saved[name])
 
 
 def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length):
     """Train, and return the run's folder. Pass your own make_envs, QNetwork or rollout_length."""
-    check_args(args)
-    device, bfloat16 = join_processes(args)  # torchrun
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-    folder, saved = run_folder(args)  # saved is what a checkpoint holds; empty in a new run
-    folder = agree_on_folder(folder)  # torchrun
-    global_step = saved.get("global_step", 0)
-    iteration = saved.get("iteration", 0)
-    updates = saved.get("updates", 0)  # gradient steps
-    adaptive_length = saved.get("adaptive_length", float(args.num_steps))  # ABS: L_adapt
-    # --resume may bring new limits.
-    adaptive_length = min(max(adaptive_length, args.rollout_min), args.rollout_max)
-
-    seed_all(args.seed, 0)  # torchrun: one seed, so all processes begin with equal weights
+    if WORLD_SIZE > 1:  # torchrun
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
     envs = make_envs(args)
     num_envs = args.num_envs
     num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs, args.size).to(device).eval()  # dropout, if any, is off while acting
-    old_network = copy.deepcopy(q_network)  # ABS: θ_old, filled in the loop
-    optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate, foreach=True)
-    modules = {"network": q_network, "optimizer": optimizer}  # whose states a checkpoint stores
-    if hasattr(rollout_length, "state_dict"):  # your own may be an object with a state
-        modules["rollout_length"] = rollout_length
-    if saved:
-        for name, module in modules.items():
-            module.load_state_dict(saved[name])
-    seed = own_seed(args.seed, iteration)  # torchrun; a resumed run plays new games
-    next_obs = torch.tensor(envs.reset(seed=seed)[0], device=device)
-    check_parts(args, envs, q_network(next_obs))
-    score = np.zeros(num_envs)  # points so far in each environment's game
-    writer = Run(args, folder, device, bfloat16, saved) if RANK == 0 else Follower()  # torchrun
-    with closing(envs), writer as run:
-        finished = False
-        while not finished:
+    q_network = QNetwork(envs, args).to(device)
+    old_network = QNetwork(envs, args).to(device)  # ABS: θ_old, filled in the loop
+    optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate)
+    learner = q_network
+    if WORLD_SIZE > 1:  # torchrun: equal weights at the start, and the mean of the gradients
+        learner = DistributedDataParallel(q_network, static_graph=True)
+    next_obs, _ = envs.reset(seed=torch.randint(2**30, ()).item() + RANK * num_envs)  # torchrun
+    next_obs = torch.tensor(next_obs, device=device)
+    check_parts(args, envs, q_network(next_obs))  # raises if they do not fit together
+    # Run keeps the log and the checkpoints. It saves, and loads, what has a state_dict.
+    parts = {"network": q_network, "optimizer": optimizer, "rollout_length": rollout_length}
+    with closing(envs), Run(args, parts) if RANK == 0 else Follower() as run:  # torchrun
+        share(run, parts)  # torchrun
+        iteration = run.saved.get("iteration", 0)  # saved is empty, unless the run is resumed
+        global_step = run.saved.get("global_step", 0)
+        updates = run.saved.get("updates", 0)  # gradient steps
+        adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
+        # torchrun: where one process is interrupted, all stop after the same iteration.
+        while global_step < args.total_timesteps and not average(run.interrupted):
             iteration += 1
-            # Seed each iteration anew, so that a resumed run needs no saved generator states.
-            own_seed(args.seed, iteration)  # torchrun
-            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
-            batch_size = length * num_envs
-            # BD covers only this iteration's updates. K sets how often it is measured.
-            is_measured = iteration % args.adapt_frequency == 0  # ABS
-            if is_measured:
-                old_network.load_state_dict(q_network.state_dict())  # ABS: θ_old ← θ
+            # Each iteration has its own seed, so a resumed run goes on with new random numbers.
+            torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)  # torchrun
             learning_rate = args.learning_rate
             if args.anneal_lr:
                 learning_rate *= 1 - global_step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = learning_rate
+            length = round(adaptive_length)  # ABS: L
+            batch_size = length * num_envs
+            is_measured = iteration % args.adapt_frequency == 0  # ABS
+            if is_measured:
+                old_network.load_state_dict(q_network.state_dict())  # ABS: θ_old ← θ
 
             # 1. Collect L steps in each of the E environments, ε-greedily.
             exploration_steps = args.exploration_fraction * args.total_timesteps
-            explored = min(global_step / max(exploration_steps, 1), 1)
-            epsilon = args.start_e + explored * (args.end_e - args.start_e)
+            fraction = min(global_step / max(exploration_steps, 1), 1)
+            epsilon = args.start_e + fraction * (args.end_e - args.start_e)
             explore = torch.rand((length, num_envs), device=device) < epsilon
             random_actions = torch.randint(num_actions, (length, num_envs), device=device)
             obs = torch.zeros((length, *next_obs.shape), dtype=next_obs.dtype, device=device)
             actions = torch.zeros((length, num_envs), dtype=torch.int64, device=device)
             rewards = torch.zeros((length, num_envs), device=device)
+            next_values = torch.zeros((length, num_envs), device=device)  # max_a Q(s_{t+1}, a)
             terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
-            truncated = torch.zeros_like(terminated)
-            values = torch.zeros((length + 1, num_envs), device=device)  # max_a Q(s_t, a), t = 0..L
-            final_values = torch.zeros_like(rewards)  # where a time limit truncated the episode
-            with torch.no_grad(), autocast:
+            truncated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
+            with torch.no_grad():
+                q_values = q_network(next_obs)  # of the state to act in, here and in the loop
                 for t in range(length):
                     obs[t] = next_obs
-                    values[t], greedy_actions = q_network(next_obs).float().max(1)
-                    actions[t] = torch.where(explore[t], random_actions[t], greedy_actions)
-                    frames, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
-                    next_obs = torch.tensor(frames, device=device)  # a copy: frames may be reused
-                    if "executed_actions" in info:  # learn from what EpisodicLife really pressed
-                        actions[t] = torch.tensor(info["executed_actions"])
-                    rewards[t] = torch.tensor(np.sign(reward))  # the learner sees only the sign
+                    actions[t] = torch.where(explore[t], random_actions[t], q_values.argmax(1))
+                    next_obs, reward, terminal, timeout, info = envs.step(actions[t].cpu().numpy())
+                    next_obs = torch.tensor(next_obs, device=device)
+                    rewards[t] = torch.tensor(np.sign(reward))  # games' points differ in scale
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
-                    if timeout.any():
-                        # frames are the next episode's. The last ones of this episode are here,
-                        # in an array of arrays.
+                    q_values = q_network(next_obs)
+                    next_values[t] = q_values.amax(1)
+                    if timeout.any():  # there, next_obs is the next game's: take the last one's
                         final_obs = np.stack(info["final_obs"][timeout])
                         final_obs = torch.tensor(final_obs, dtype=next_obs.dtype, device=device)
-                        final_values[t, truncated[t]] = q_network(final_obs).float().amax(1)
-                    score += reward  # of a whole game, also where a lost life ends an episode
-                    game_over = info.get("game_over", terminal | timeout)
-                    run.scores.extend(score[game_over].tolist())
-                    score[game_over] = 0
-                    global_step += num_envs * WORLD_SIZE  # torchrun
-                values[length] = q_network(next_obs).float().amax(1)
+                        next_values[t, truncated[t]] = q_network(final_obs).amax(1)
+                    if "episode" in info:  # "r" has scores, "_episode" says whose game is over
+                        run.scores.extend(info["episode"]["r"][info["_episode"]].tolist())
+            global_step += batch_size * WORLD_SIZE  # torchrun
 
             # 2. Update θ towards the Q(λ) targets: N_epochs passes in shuffled mini-batches.
-            # Where an episode was truncated, values[t + 1] belongs to the next episode's start.
-            next_values = torch.where(truncated, final_values, values[1:])
             returns = lambda_returns(
                 rewards, next_values, terminated, truncated, args.gamma, args.q_lambda
             )
@@ -485,46 +389,38 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
             b_actions = actions.flatten()
             b_returns = returns.flatten()
             epochs = args.update_epochs
-            if args.scale_epochs:
-                base_steps = 32  # the rollout length of the paper's plain PQN
-                epochs = max(epochs, epochs * length // base_steps)
-            q_network.train()
+            if args.scale_epochs:  # ABS
+                epochs = max(epochs, epochs * length // 32)  # 32: the L of plain PQN in the paper
             for _ in range(epochs):
                 shuffled = torch.randperm(batch_size, device=device)
                 for minibatch in shuffled.tensor_split(args.num_minibatches):
-                    with autocast:
-                        q_values = q_network(b_obs[minibatch]).float()
+                    q_values = learner(b_obs[minibatch])  # torchrun
                     q_taken = q_values.gather(1, b_actions[minibatch, None]).squeeze(1)
                     loss = F.mse_loss(q_taken, b_returns[minibatch])
                     optimizer.zero_grad()
                     loss.backward()
-                    average_gradients(q_network)  # torchrun
                     grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
                     optimizer.step()
                     updates += 1
-            q_network.eval()
-            # A NaN in an observation, a reward or a weight reaches the gradient.
-            if not grad_norm.isfinite():
-                raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
 
-            # 3. ABS: measure how much the updates changed the policy, and adapt the rollout length.
+            # 3. ABS: measure how much the updates changed the policy, and adapt L.
             divergence = None
             if is_measured:
-                sample = torch.randperm(batch_size, device=device)[: args.reference_states]  # B_ref
-                with autocast:
-                    divergence = behavioral_divergence(q_network, old_network, b_obs[sample])
-                divergence = average(divergence, device)  # torchrun
-                adaptive_length = rollout_length(
-                    divergence,
-                    adaptive_length,
-                    rollout_min=args.rollout_min,
-                    rollout_max=args.rollout_max,
-                    delta_min=args.delta_min,
-                    delta_max=args.delta_max,
-                    beta=args.beta,
-                )
+                sample = torch.randperm(batch_size, device=device)[: args.reference_states]
+                divergence = behavioral_divergence(q_network, old_network, b_obs[sample])
+                divergence = average(divergence)  # torchrun
+                if args.adapt_rollout:
+                    adaptive_length = rollout_length(
+                        divergence,
+                        adaptive_length,
+                        rollout_min=args.rollout_min,
+                        rollout_max=args.rollout_max,
+                        delta_min=args.delta_min,
+                        delta_max=args.delta_max,
+                        beta=args.beta,
+                    )
 
-            # 4. Log and save. Losses are those of the last mini-batch.
+            # 4. Log and save. Losses are those of the last mini-batch; Run adds return and speed.
             row = {
                 "global_step": global_step,
                 "charts/updates": updates,
@@ -537,186 +433,143 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
                 "losses/grad_norm": grad_norm.item(),
             }
             run.log(row)
-            interrupted = average(run.interrupted, device) > 0  # torchrun: all stop with the first
-            finished = global_step >= args.total_timesteps or interrupted
-            if finished or time.perf_counter() >= run.save_at:
-                counters = {"global_step": global_step, "iteration": iteration, "updates": updates}
-                run.save(modules, adaptive_length=float(adaptive_length), **counters)
-    leave_processes()  # torchrun
-    return folder
+            run.checkpoint(
+                iteration=iteration,
+                global_step=global_step,
+                updates=updates,
+                adaptive_length=float(adaptive_length),
+            )
+    if WORLD_SIZE > 1:  # torchrun; after a failure, this could wait for the others
+        dist.destroy_process_group()
+    return run.folder
 
 
-# --- From here on: checks, files, signals and W&B. Nothing below is about the algorithm. ---
-
-SCRIPT = Path(sys.argv[0]).name  # the program that was started, for example minatar_abs.py
-
-
-class UsageError(ValueError):
-    """Something that was passed cannot work. launch() prints it as one line."""
+# --- From here on: checks, files, Ctrl-C and W&B. Nothing below is about the algorithm. ---
 
 
 def check_args(args):
     """Refuse arguments that would fail late, or quietly train something else."""
-    for name, value in asdict(args).items():
-        if isinstance(value, np.generic):  # checkpoints can hold only Python's own numbers
+    for name, value in vars(args).items():
+        if isinstance(value, np.generic):  # of a sweep; a checkpoint holds only Python's numbers
             setattr(args, name, value.item())
+    counts = "total_timesteps num_envs num_minibatches update_epochs num_steps rollout_min"
+    for name in [*counts.split(), "adapt_frequency", "reference_states"]:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in "gamma q_lambda start_e end_e exploration_fraction beta".split():
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+    if not args.max_grad_norm > 0:
+        raise ValueError("--max-grad-norm must be above 0")
+    if not 0 < args.delta_min < args.delta_max:
+        raise ValueError("--delta-min must be above 0, and below --delta-max")
+    if args.adapt_rollout and not args.rollout_min <= args.num_steps <= args.rollout_max:
+        raise ValueError("--num-steps must be from --rollout-min to --rollout-max")
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
-    limits = [
-        (0, math.inf, "seed"),
-        (1, math.inf, "total_timesteps num_envs num_steps rollout_min update_epochs"),
-        (1, math.inf, "adapt_frequency reference_states num_minibatches"),
-        (1e-9, math.inf, "max_grad_norm checkpoint_every delta_min"),
-        (0, 1, "gamma q_lambda start_e end_e exploration_fraction beta learning_rate"),
-        (args.delta_min * 1.001, 1, "delta_max"),
-        (args.rollout_min, math.inf, "rollout_max"),
-    ]
-    if args.adapt_rollout:
-        limits.append((args.rollout_min, args.rollout_max, "num_steps"))
-    for low, high, names in limits:
-        for name in names.split():
-            if not low <= getattr(args, name) <= high:  # refuses NaN, too
-                raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}")
     if args.num_minibatches > args.num_envs * shortest:
-        raise UsageError("--num-minibatches must be at most the samples of the shortest rollout")
+        raise ValueError("--num-minibatches must be at most the samples of the shortest rollout")
 
 
-def check_parts(args, envs, q_values):
-    """Refuse environments or a network that would make main learn the wrong thing."""
+def check_parts(args, envs, outputs):
+    """Refuse environments or a network of your own from which main would learn the wrong thing."""
     space = envs.single_action_space
-    is_same_step = envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
-    if not is_same_step or space.start != 0:
-        raise UsageError("make_envs must return actions from 0 up and autoreset_mode SAME_STEP")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        raise ValueError("the environments' autoreset mode must be AutoresetMode.SAME_STEP")
+    if space.start != 0:
+        raise ValueError("the environments' first action must be 0")
     expected = (args.num_envs, int(space.n))
-    if q_values.shape != expected:  # a wrong action can hang an emulator
-        raise UsageError(f"the network must return {expected}, not {tuple(q_values.shape)}")
+    if outputs.shape != expected:  # an action that does not exist would hang Atari
+        raise ValueError(f"the network must return {expected}, not {tuple(outputs.shape)}")
 
 
-def pick_device(args):
-    """The device, and whether all layers but the last use bfloat16 there."""
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {error}") from error
+def uses_bfloat16(args) -> bool:
+    """Whether the network computes in bfloat16; auto: only where the hardware multiplies it."""
     if args.precision != "auto":
-        return device, {"float32": False, "bfloat16": True}[args.precision]
-    # Only where the hardware multiplies bfloat16.
-    if device.type == "cuda":
-        return device, torch.cuda.is_bf16_supported(including_emulation=False)
-    cpu = torch.cpu.get_capabilities()
-    is_fast = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-    return device, device.type == "cpu" and is_fast
+        return args.precision == "bfloat16"
+    if args.device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.device == "cpu":
+        features = torch.cpu.get_capabilities()
+        return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+    return False
 
 
-def seed_all(seed, iteration) -> int:
-    """Seed Python, NumPy and PyTorch with one number derived from both arguments; return it."""
-    number = np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0]
-    number = int(number) >> 2  # below 2^30: environment i gets number + i, which must be < 2^31
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-    return number
+class Run:
+    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
+    def __init__(self, args, parts):
+        """Save the parts that have a state_dict, and load them if the run is resumed."""
+        script = Path(sys.argv[0]).stem
+        name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-")
+        self.folder = Path(args.runs_dir, args.run_name or name)
+        if args.resume:
+            self.folder = Path(args.resume)
+        self.folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.lock = FileLock(self.folder / "lock", blocking=False)
+        with suppress(NotImplementedError):  # some file systems have no locks
+            self.lock.acquire()  # raises Timeout if another process is at work on the run
+        self.saved = {}  # the checkpoint that a resumed run starts from
+        self.counters = {}  # those of the last call of checkpoint()
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        if args.resume:
+            # With weights_only, a file from someone else cannot run code.
+            self.saved = torch.load(self.folder / "checkpoint.pt", "cpu", weights_only=True)
+            for name, part in self.parts.items():
+                part.load_state_dict(self.saved[name])
+        else:
+            for source in (__file__, sys.argv[0]):  # this file, and the one that imported it
+                if Path(source).is_file():
+                    shutil.copy(source, self.folder)
+        self.scores = deque(self.saved.get("scores", []), maxlen=100)  # of the last games
 
-def run_folder(args):
-    """The run's folder, and its checkpoint if it is resumed. A new folder must not exist yet."""
-    name = f"{args.env_id}__{Path(SCRIPT).stem}__{args.seed}__{int(time.time())}".replace("/", "-")
-    folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
-    if folder.exists() and not args.resume:
-        raise UsageError(f"{folder} exists already: --resume it, or choose another --run-name")
-    saved = {}
-    if args.resume:
-        # With weights_only, a file from someone else cannot run code.
-        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-        if saved["global_step"] >= args.total_timesteps:
-            raise UsageError(f"{folder} has no steps left: give a larger --total-timesteps")
-    return folder, saved
+        config = {"script": script, "args": asdict(args), "torch": torch.__version__}
+        self.wandb = None
+        self.wandb_id = self.saved.get("wandb_id")
+        if args.track:
+            import wandb
 
+            self.wandb = wandb.init(
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                config=config,
+                reinit="create_new",  # a run that the caller has open stays open
+            )
+            self.wandb.define_metric("*", step_metric="global_step")
+            self.wandb_id = self.wandb.id
 
-class Run(AbstractContextManager):
-    """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and signals."""
+        text = json.dumps(config, indent=2, default=str)
+        (self.folder / "config.tmp").write_text(text + "\n")
+        os.replace(self.folder / "config.tmp", self.folder / "config.json")  # whole, or not at all
+        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
+        size = self.saved.get("metrics_size", 0)
+        if self.metrics.tell() > size:
+            self.metrics.truncate(size)  # rows after the checkpoint will be written again
 
-    def __init__(self, args, folder, device, bfloat16, saved):
-        self.folder = folder
-        self.checkpoint_every = args.checkpoint_every
-        self.scores = deque(saved.get("scores", []), maxlen=100)  # of the last games
-        self.seconds = saved.get("seconds", 0.0)
-        config = {"script": SCRIPT, "args": asdict(args), "device": str(device)}
-        config |= {"bfloat16": bfloat16, "versions": {}}
-        for name in ("torch", "numpy", "gymnasium", "ale_py", "mujoco"):
-            if name in sys.modules:
-                config["versions"][name] = sys.modules[name].__version__
-        text = json.dumps(config, indent=2, default=str) + "\n"
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        except OSError as error:
-            raise UsageError(f"cannot create the run's folder: {error}") from error
-        try:
-            self.metrics = (folder / "metrics.csv").open("a", buffering=1)
-            self.lock()
-            if args.resume:
-                latest = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
-                if latest["seconds"] != self.seconds:  # saved after main had loaded it
-                    raise UsageError(f"another process has just used {folder}: resume it again")
-            # Rows after the checkpoint will be written again.
-            self.metrics.truncate(saved.get("metrics_size", 0))
-            (folder / "config.tmp").write_text(text)
-            os.replace(folder / "config.tmp", folder / "config.json")  # whole, even after kill -9
-            for source in {__file__, sys.argv[0]}:  # the code that produces these numbers
-                # A copy in this very folder may itself be what runs.
-                if Path(source).is_file() and Path(source).resolve().parent != folder.resolve():
-                    shutil.copyfile(source, folder / Path(source).name)
-            self.wandb = None
-            self.wandb_id = saved.get("wandb_id")
-            if args.track:
-                import wandb
-
-                names = {"name": folder.name, "id": self.wandb_id, "resume": "allow"}
-                self.wandb = wandb.init(**names, config=config, reinit="create_new")
-                self.wandb.define_metric("*", step_metric="global_step")
-                self.wandb_id = self.wandb.id
-        except BaseException:
-            if not args.resume:
-                shutil.rmtree(folder, ignore_errors=True)  # Windows keeps open files
-            raise
-        first = saved.get("global_step", 0)
-        self.bar = tqdm(total=args.total_timesteps, initial=first, unit="", unit_scale=True)
-        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 60  # seconds
+        first = self.saved.get("global_step", 0)
+        self.bar = tqdm(total=args.total_timesteps, initial=first, unit_scale=True, mininterval=1)
         self.interrupted = False
-        self.handlers = {}  # the old ones; __exit__ restores them
-        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            for number in {signal.SIGINT, signal.SIGTERM, hangup}:
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self.handlers[number] = signal.signal(number, self.interrupt)
-        self.row_at = time.perf_counter()
-        self.save_at = self.row_at  # the first save, after one iteration, shows whether it works
-
-    def lock(self):
-        """Refuse a run that another process is using."""
-        try:
-            import fcntl
-
-            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is at work on {self.folder}") from None
-        except (ImportError, OSError):  # Windows, or a file system that has no locks
-            pass
+        self.handlers = {}  # those of Ctrl-C and SIGTERM before this run
+        with suppress(ValueError):  # only the main thread can set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.interrupt)
+        self.checkpoint_every = args.checkpoint_every
+        self.save_at = 0.0  # when the next checkpoint is due: the first one comes at once
+        self.row_at = time.perf_counter()  # when the last row was written
 
     def interrupt(self, number, frame):
-        """On Ctrl-C, SIGTERM or SIGHUP, main finishes the iteration, saves and ends."""
+        """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        if number == signal.SIGINT:  # a terminal that closes sends SIGHUP twice
-            signal.signal(number, self.handlers[number])  # a second Ctrl-C ends the run at once
-        # print is not safe in a signal handler.
-        with suppress(OSError):  # the terminal may be gone
-            os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again to stop at once\n")
+        signal.signal(number, self.handlers[number])
+        with suppress(OSError):  # a closed terminal; print could fail inside a handler
+            os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
+        # A NaN anywhere reaches this gradient, the last. Such a run ends before it is saved.
+        if not math.isfinite(row["losses/grad_norm"]):
+            raise FloatingPointError(f"the gradient is not finite at step {row['global_step']:,}")
         now = time.perf_counter()
-        self.seconds += now - self.row_at
-        row["charts/seconds"] = self.seconds
         row["charts/SPS"] = row["abs/batch_size"] / (now - self.row_at)
         row["charts/episodic_return"] = np.mean(self.scores) if self.scores else None
         self.row_at = now
@@ -726,86 +579,61 @@ class Run(AbstractContextManager):
         self.metrics.write(",".join(cells) + "\n")
         if self.wandb:
             self.wandb.log({name: value for name, value in row.items() if value is not None})
-        shown = {"return": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
-        self.bar.set_postfix(shown, refresh=False)
-        with suppress(OSError):  # the terminal may be gone
-            self.bar.update(min(row["global_step"], self.bar.total) - self.bar.n)
+        with suppress(OSError):  # a closed terminal
+            shown = {"score": row["charts/episodic_return"], "L": row["abs/rollout_length"]}
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update(row["global_step"] - self.bar.n)
 
-    def save(self, modules, **state):
-        """Write checkpoint.pt: counters and scores, and the states of the modules."""
-        for name, module in modules.items():
-            state[name] = module.state_dict()
-        state |= {"scores": list(self.scores), "seconds": self.seconds}
-        state |= {"metrics_size": self.metrics.tell(), "wandb_id": self.wandb_id}
+    def checkpoint(self, **counters):
+        """Keep main's counters; save them, and the parts, every checkpoint_every seconds."""
+        self.counters = counters
+        if time.perf_counter() >= self.save_at:
+            self.save()
+
+    def save(self):
+        """Write checkpoint.pt."""
+        state = self.counters | {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"scores": list(self.scores), "wandb_id": self.wandb_id}
+        state["metrics_size"] = self.metrics.tell()
         torch.save(state, self.folder / "checkpoint.tmp")
-        torch.load(self.folder / "checkpoint.tmp", "cpu", weights_only=True)  # can it be resumed?
+        # What weights_only cannot read fails now, not when somebody wants to resume the run.
+        torch.load(self.folder / "checkpoint.tmp", "cpu", weights_only=True)
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         self.save_at = time.perf_counter() + self.checkpoint_every
 
+    def __enter__(self):
+        return self
+
     def __exit__(self, kind, error, traceback):
-        """Undo what __init__ did. A run that failed before its first save leaves no folder."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        if kind is None and self.counters:
+            self.save()
         self.bar.close()
+        self.metrics.close()
+        self.lock.release()
         if self.wandb:
-            self.wandb.finish(exit_code=0 if kind is None else 1)
-        with suppress(OSError):  # on a full disk
-            self.metrics.close()
-        if not (self.folder / "checkpoint.pt").exists():
-            shutil.rmtree(self.folder)
-        if kind is None:
-            print(f"saved; to continue or to extend it: --resume '{self.folder}'", file=sys.stderr)
-
-
-class Follower(AbstractContextManager):
-    """Run's place in all processes but the first: writes nothing, and stops with the first."""
-
-    interrupted = False
-    save_at = math.inf
-
-    def __init__(self):
-        self.scores = deque(maxlen=0)  # those in the log are the first process's
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signal.signal(getattr(signal, name, signal.SIGTERM), signal.SIG_IGN)
-
-    def log(self, row):
-        """The first process does it."""
-
-    def save(self, modules, **state):
-        """The first process does it."""
-
-    def __exit__(self, kind, error, traceback):
-        """There is nothing to undo."""
+            self.wandb.finish(exit_code=int(kind is not None))
 
 
 def launch(Args=Args, **parts):
-    """The command line. parts are passed to main: make_envs, a network class, rollout_length."""
-    for name in parts:
-        if name not in main.__kwdefaults__:
-            raise TypeError(f"launch() has the parts {', '.join(main.__kwdefaults__)}, not {name}")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while games load: no traceback
+    """The command line. The parts, by name, are those that main takes."""
     if sys.platform == "linux":
-        # Keep freed memory instead of returning it to the system: a CPU learns 1.15 times as fast.
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # not every console can print Greek letters
-    args = tyro.cli(Args)
+        # Keep freed memory instead of returning it to the system: up to 1.8 times as fast on a CPU.
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX = 0: no block of memory of its own
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: its largest value
+    # A resumed run's arguments are the defaults of the command line. So --resume is read first.
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--resume")
+    resume = parser.parse_known_args()[0].resume
     try:
-        if args.resume:  # the run's own arguments, unless they are given anew
-            if not Path(args.resume, "checkpoint.pt").exists():
-                raise UsageError(f"--resume {args.resume}: there is no checkpoint.pt in it")
-            config = json.loads(Path(args.resume, "config.json").read_text())
-            if config["script"] != SCRIPT:
-                raise UsageError(f"--resume {args.resume}: start {config['script']}, which made it")
-            args = tyro.cli(Args, default=Args(**config["args"]))
-            if args.env_id != config["args"]["env_id"]:
-                raise UsageError(f"--env-id: a run of {config['args']['env_id']} cannot change it")
-        main(args, **parts)
-    except (UsageError, FloatingPointError) as error:
-        line = str(error).partition("\n")[0]
-        print(f"{SCRIPT}: {line}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        default = Args()
+        if resume:
+            default = Args(**json.loads(Path(resume, "config.json").read_text())["args"])
+        folder = main(tyro.cli(Args, default=default), **parts)
+        print(f"saved; to continue or to extend it: --resume '{folder}'", file=sys.stderr)
+    except (OSError, gymnasium.error.Error) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
 """pqn_abs_xl.py on small environments, with or without torchrun:  xl_run.py [its arguments]
 
-At its end, each process writes what it saw to <rank>.pt, in the folder that SEEN names. With EVENT
-in the environment, for example "hold 0 1", the processes of these ranks do in step 40, which is
-amid a rollout:
-
-    hold RANKS   make <rank>.held in this folder, and go on once the file hold is gone from there
-    break RANKS  return an observation that is not finite
-    kill RANKS   die at once
+At its end, each process writes what it saw to <rank>.pt, in the folder that SEEN names. EVENT in
+the environment, for example "SIGINT 1", tells what this process does in step 40, which is amid a
+rollout: it sends this signal to itself, or for "break" returns an observation that is not finite.
 """
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from helpers import FakeEnvs, SmallNetwork, stacked
 
 import pqn_abs_xl
@@ -24,82 +20,66 @@ import pqn_abs_xl
 FOLDER = Path(os.environ["SEEN"])
 RANK = os.environ.get("RANK", "0")
 PARENT = os.getppid()
+EVENT, _, WHERE = os.environ.get("EVENT", "").partition(" ")
 seen = {"lengths": [], "divergences": [], "weights": []}
+networks = []  # θ and θ_old
 
 
-def end_with_parent():
-    """A test that fails kills torchrun, which cannot pass it on."""
-    if os.getppid() != PARENT:
-        os._exit(1)
+def note_weights():
+    seen["weights"].append({name: t.clone() for name, t in networks[0].state_dict().items()})
 
 
 class SmallEnvs(FakeEnvs):
     """float32 observations, and EVENT in step 40."""
-
-    count = 0
 
     def reset(self, **options):
         obs, info = super().reset(**options)
         return obs.astype(np.float32), info
 
     def step(self, actions):
-        end_with_parent()
+        if os.getppid() != PARENT:  # a test that failed has killed torchrun
+            os._exit(1)
+        if len(self.steps) == 0:
+            note_weights()
         obs, *rest = super().step(actions)
         obs = obs.astype(np.float32)
-        self.count += 1
-        event, *ranks = os.environ.get("EVENT", "none").split()
-        if self.count == 40 and RANK in ranks:
-            if event == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if event == "break":
+        if len(self.steps) == 40 and RANK == WHERE:
+            if EVENT == "break":
                 obs[-1] = np.inf
-            if event == "hold":
-                (FOLDER / f"{RANK}.held").touch()
-                while (FOLDER / "hold").exists():
-                    end_with_parent()
-                    time.sleep(0.01)
+            else:
+                os.kill(os.getpid(), signal.Signals[EVENT])
         return obs, *rest
 
 
 class Network(SmallNetwork):
-    """It has a parameter that no gradient reaches, and one that is frozen."""
+    """It has an unused and a frozen parameter, and other first weights in each process."""
 
-    def __init__(self, envs, size):
-        super().__init__(envs)
+    def __init__(self, envs, args):
+        super().__init__(envs, args)
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        seen["size"] = size
-        self.note_weights()
-
-    def note_weights(self):
-        weights = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-        seen["weights"].append(weights)
+        nn.init.constant_(self.hidden.bias, int(RANK))
+        networks.append(self)
 
 
 def make_envs(args):
-    global envs
-    envs = SmallEnvs(args.num_envs)
-    return envs
+    seen["envs"] = SmallEnvs(args.num_envs)
+    return RecordEpisodeStatistics(seen["envs"])
 
 
-def make_network(envs, size):
-    global network
-    network = Network(envs, size)
-    return network
-
-
-def rollout_length(divergence, adaptive_length, **options):
+def rollout_length(divergence, length, **options):
     """pqn_abs_xl.py's, which is called after each measured update."""
-    network.note_weights()
+    note_weights()
     seen["divergences"].append(divergence)
-    seen["lengths"].append(pqn_abs_xl.rollout_length(divergence, adaptive_length, **options))
+    seen["lengths"].append(pqn_abs_xl.rollout_length(divergence, length, **options))
     return seen["lengths"][-1]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    pqn_abs_xl.launch(make_envs=make_envs, QNetwork=make_network, rollout_length=rollout_length)
-    network.note_weights()
+    pqn_abs_xl.launch(make_envs=make_envs, QNetwork=Network, rollout_length=rollout_length)
+    note_weights()
+    envs = seen.pop("envs")
     seen["seed"] = envs.seed
     seen["steps"] = {name: stacked(envs.steps, name) for name in vars(envs.steps[0])}
     torch.save(seen, FOLDER / f"{RANK}.pt")
