@@ -10,37 +10,28 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import column, config, contents, load, rows, same_weights
+from helpers import column, config, load, rows, same_weights
 from torch.distributions import Categorical, kl_divergence
 
 import p3o_tokens
-from p3o_tokens import ANSWER, END, PROMPT, VOCABULARY, CausalTransformer
+from p3o_tokens import ANSWER, END, PROMPT, VOCABULARY, CausalTransformer, effective_sample_size
 
 
-def solutions(prompts, off_by_one=()):
-    """The right answers (N, ANSWER) to prompts (N, PROMPT); but one too much in some rows."""
+def solutions(prompts):
+    """The right answers (N, ANSWER) to prompts (N, PROMPT)."""
     answers = []
-    for i, prompt in enumerate(prompts.tolist()):
+    for prompt in prompts.tolist():
         a, b = "".join(VOCABULARY[token] for token in prompt).rstrip("=").split("+")
-        answer = str(int(a) + int(b) + (i in off_by_one))[::-1]
-        answers.append([VOCABULARY.index(digit) for digit in answer.ljust(ANSWER, "\n")])
+        answer = str(int(a) + int(b))[::-1].ljust(ANSWER, "\n")
+        answers.append([VOCABULARY.index(digit) for digit in answer])
     return torch.tensor(answers)
 
 
-class Tiny(CausalTransformer):
-    def __init__(self):
-        super().__init__(width=16, heads=2, layers=1)
-
-    def forward(self, tokens):
-        assert torch.is_grad_enabled() or not self.training  # writes and is examined in eval mode
-        return super().forward(tokens)
-
-
-class Guessing(Tiny):
+class Guessing(CausalTransformer):
     """Has random weights, but leans to the right answers, so that some of a group's earn 1."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(width=16, heads=2, layers=1)
         for weight in self.tokens.weight, self.positions.weight, self.head.weight:
             torch.nn.init.normal_(weight, std=0.4)
 
@@ -52,16 +43,13 @@ class Guessing(Tiny):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What happens in a run of seen.part, which guesses: its calls, batches and exams.
-
-    The imitation must be over after one update: the learning rate of this one is 0.
-    """
-    seen = SimpleNamespace(calls=[], batches=[], exams={})
+    """What happens in a run of seen.part, which guesses: its calls, batches and exams."""
+    seen = SimpleNamespace(networks=[], calls=[], batches=[], exams={})
 
     class Seen(Guessing):
         def __init__(self):
             super().__init__()
-            seen.network, seen.before = self, copy.deepcopy(self)
+            seen.networks.append(self)  # the learner, then the sampler
 
         def forward(self, tokens):
             call = SimpleNamespace(learns=torch.is_grad_enabled())
@@ -70,15 +58,17 @@ def seen(monkeypatch):
             seen.calls.append(call)
             return super().forward(tokens)
 
-    def recorded(network, prompts, temperature, write_answers=p3o_tokens.write_answers):
-        answers, log_pi = write_answers(network, prompts, temperature)
-        batch = SimpleNamespace(prompts=prompts, answers=answers, log_pi=log_pi)
+    write_answers = p3o_tokens.write_answers
+
+    def recorded(network, prompts, temperature, *options):
+        answers, logits = write_answers(network, prompts, temperature, *options)
+        batch = SimpleNamespace(prompts=prompts, answers=answers, logits=logits)
         batch.calls = seen.calls[-ANSWER:]
         if len(prompts) < 256:
             seen.batches.append(batch)
         else:
             seen.exams[temperature] = batch
-        return answers, log_pi
+        return answers, logits
 
     monkeypatch.setattr(p3o_tokens, "write_answers", recorded)
     seen.part = Seen
@@ -90,11 +80,12 @@ def train(tmp_path):
     """train(iterations, part, **arguments) runs p3o_tokens.py and returns the run's folder."""
     count = iter(range(100))
 
-    def run(iterations=1, network=Tiny, **arguments):
+    def run(iterations, network, **arguments):
+        # The learning rate of the only supervised update is 0.
         defaults = {"supervised_updates": 1, "group_size": 4, "num_problems": 8}
         defaults |= {"runs_dir": str(tmp_path), "run_name": f"run{next(count)}"}
         defaults |= {"total_timesteps": 32 * iterations, "eval_frequency": 1000}
-        defaults |= {"problems_min": 4, "problems_max": 16}
+        defaults |= {"problems_min": 4, "problems_max": 16, "device": "cpu"}
         args = p3o_tokens.Args(**(defaults | arguments))
         return p3o_tokens.main(args, CausalTransformer=network)
 
@@ -105,60 +96,40 @@ def train(tmp_path):
 
 
 def test_held_out_problems_are_never_trained_on():
-    """Guards the evaluation: no pair of one kind is of the other; all lengths are in both."""
+    """Guards the evaluation: no pair of one kind is of the other."""
     rng = random.Random(0)
     trained = p3o_tokens.draw_problems(rng, 3000)
     held_out = p3o_tokens.draw_problems(rng, 3000, held_out=True)
     assert not set(trained) & set(held_out)
-    for problems in (trained, held_out):
-        lengths = {(len(str(a)), len(str(b))) for a, b in problems}
-        assert lengths == {(i, j) for i in (2, 3, 4) for j in (2, 3, 4)}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_answers_are_drawn_from_the_probabilities_given(temperature):
-    """Guards π_b: its log-probabilities are the network's at this temperature, its draws follow."""
+def test_answers_are_drawn_from_the_policy_given():
+    """Guards π_b: it is the network's at this temperature, and its draws follow it."""
     torch.manual_seed(0)
     network = CausalTransformer(width=16, heads=2)
     torch.nn.init.normal_(network.head.weight, std=0.5)
-    prompts, _ = p3o_tokens.encode([(12, 345)] * 5000, [0] * 5000)
-    answers, log_behavior = p3o_tokens.write_answers(network, prompts, temperature)
-    ended = p3o_tokens.valid_tokens(answers)
-    assert (answers[~ended] == END).all() and 0 < ended.float().mean() < 1
-    prefix = torch.cat([prompts, answers], 1)
+    prompts, _ = p3o_tokens.encode([(12, 345)] * 2000, [0] * 2000, "cpu")
+    answers, logits = p3o_tokens.write_answers(network, prompts, 3.0)
+    behavior = Categorical(logits=logits)
+    valid = p3o_tokens.valid_tokens(answers)
+    assert (answers[~valid] == END).all() and 0 < valid.float().mean() < 1
     for t in range(ANSWER):
-        logits = network(prefix[:200, : PROMPT + t])[:, -1]
-        expected = Categorical(logits=logits / temperature).logits
-        alive = ended[:200, t]
-        torch.testing.assert_close(log_behavior[:200, t][alive], expected[alive])
+        prefix = torch.cat([prompts, answers[:, :t]], 1)[:200]
+        expected = Categorical(logits=network(prefix)[:, -1] / 3)
+        alive = valid[:200, t]
+        torch.testing.assert_close(behavior.probs[:200, t][alive], expected.probs[alive])
     shares = torch.bincount(answers[:, 0], minlength=len(VOCABULARY)) / len(answers)
-    torch.testing.assert_close(shares, log_behavior[0, 0].exp(), atol=0.02, rtol=0)
+    torch.testing.assert_close(shares, behavior.probs[0, 0], atol=0.03, rtol=0)
 
 
 # --- An update, computed twice ---
 
 
-def test_the_imitation_learns_the_teachers_answers():
-    """Guards the start: cross-entropy on sums of which some were added without carries."""
-    torch.manual_seed(0)
-    network = Tiny()
-    slow = copy.deepcopy(network)
-    args = p3o_tokens.Args(supervised_updates=1)
-    p3o_tokens.imitate_teacher(network, args, random.Random(3))
-    rng = random.Random(3)
-    losses = []
-    for a, b in p3o_tokens.draw_problems(rng, 64):
-        total = a + b
-        if rng.random() < 0.5:  # digit by digit
-            places = zip(f"{a:04}", f"{b:04}", strict=True)
-            total = int("".join(str((int(x) + int(y)) % 10) for x, y in places))
-        text = f"{a:4}+{b:4}={str(total)[::-1]}\n"[: PROMPT + ANSWER]
-        tokens = torch.tensor([VOCABULARY.index(character) for character in text])
-        for t in range(PROMPT, len(text)):
-            losses.append(-Categorical(logits=slow(tokens[None, :t])[0, -1]).log_prob(tokens[t]))
-    torch.stack(losses).mean().backward()
-    for ours, expected in zip(network.parameters(), slow.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-3, atol=1e-6)
+def test_effective_sample_size_at_its_ends():
+    """Guards the formula where its value is known."""
+    assert effective_sample_size(torch.zeros(7)).item() == 1
+    assert effective_sample_size(torch.full((7,), 500.0)).item() == 1  # exp(500) overflows
+    assert effective_sample_size(torch.tensor([90.0, 0, 0, 0])).item() == pytest.approx(1 / 4)
 
 
 def policies_of(network, batch):
@@ -170,6 +141,30 @@ def policies_of(network, batch):
             context = torch.cat([batch.prompts[i], answer[:t]])[None]
             found.append((i, answer[t], Categorical(logits=network(context)[0, -1])))
     return found
+
+
+def test_the_imitation_learns_the_teachers_answers():
+    """Guards the start: cross-entropy on sums of which some were added without carries."""
+    torch.manual_seed(0)
+    network = CausalTransformer(width=16, heads=2)
+    slow = copy.deepcopy(network)
+    args = p3o_tokens.Args(supervised_updates=1, seed=3, device="cpu")
+    p3o_tokens.imitate_teacher(network, args)
+    rng = random.Random(3)
+    problems = p3o_tokens.draw_problems(rng, 64)
+    totals = []
+    for a, b in problems:
+        total = a + b
+        if rng.random() < 0.5:  # digit by digit
+            places = zip(f"{a:04}", f"{b:04}", strict=True)
+            total = int("".join(str((int(x) + int(y)) % 10) for x, y in places))
+        totals.append(total)
+    prompts, answers = p3o_tokens.encode(problems, totals, "cpu")
+    batch = SimpleNamespace(prompts=prompts, answers=answers)
+    losses = [-policy.log_prob(token) for _, token, policy in policies_of(slow, batch)]
+    torch.stack(losses).mean().backward()
+    for ours, expected in zip(network.parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-3, atol=1e-6)
 
 
 def loss_of(args, policies, behaviors, rewards):
@@ -195,7 +190,7 @@ def loss_of(args, policies, behaviors, rewards):
     return torch.stack([torch.as_tensor(x) for x in losses]).mean(), e
 
 
-@pytest.mark.parametrize("noise", ["none", "temperature"])
+@pytest.mark.parametrize("noise", ["none", "bfloat16", "temperature"])
 @pytest.mark.parametrize("loss", ["p3o", "ppo", "grpo"])
 def test_an_update_computed_twice(train, seen, loss, noise):
     """Guards all from the answers to the gradient, rewards and groups, too; and what drives L."""
@@ -204,124 +199,80 @@ def test_an_update_computed_twice(train, seen, loss, noise):
     args = p3o_tokens.Args(**config(folder)["args"])
     (batch,) = seen.batches
     rewards = (batch.answers == solutions(batch.prompts)).all(1).float()
-    assert 0.1 < rewards.mean() < 0.9
-    policies = policies_of(seen.before, batch)
+    assert (batch.prompts.view(8, 4, PROMPT) == batch.prompts[::4, None]).all()  # a group's is one
+    network = seen.networks[0]
+    before = Guessing()
+    before.load_state_dict(batch.calls[0].weights)  # on fresh data, the sampler has the learner's
+    policies = policies_of(before, batch)
     assert len(rewards) < len(policies) < batch.answers.numel()  # some answers are padded
-    log_pi_b = batch.log_pi[p3o_tokens.valid_tokens(batch.answers)]
-    behaviors = [Categorical(logits=log_pi) for log_pi in log_pi_b]
+    valid = p3o_tokens.valid_tokens(batch.answers)
+    behaviors = [Categorical(logits=logits) for logits in batch.logits[valid]]
     expected, e = loss_of(args, policies, behaviors, rewards)
     expected.backward()
-    (row,) = rows(folder / "metrics.csv")
-    assert float(row["charts/reward"]) == rewards.mean().item()
-    assert float(row["charts/episodic_return"]) == pytest.approx(rewards.mean().item())
-    assert float(row["p3o/ess"]) == pytest.approx(e, abs=1e-5)
-    if noise == "none":  # sampler and learner are one: on-policy to the bit
-        assert float(row["p3o/ess"]) == 1
-        for name in ("p3o/kl_weight", "p3o/kl", "p3o/capped", "ppo/clipped"):
-            assert float(row[name]) == 0
-    else:
-        assert e < 0.999
-    assert float(row["losses/policy_loss"]) == pytest.approx(expected.item(), rel=1e-3, abs=1e-6)
-    for ours, slow in zip(seen.network.parameters(), seen.before.parameters(), strict=True):
+    for ours, slow in zip(network.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, slow.grad, rtol=1e-3, atol=1e-6)
-    kls, reverse = [], []
-    for (_, _, old), (_, _, new) in zip(policies, policies_of(seen.network, batch), strict=True):
-        kls.append(kl_divergence(old, new).item())
-        reverse.append(kl_divergence(new, old).item())
-    assert float(row["abs/kl_divergence"]) == pytest.approx(np.mean(kls), rel=1e-3)
-    assert abs(sum(reverse) / sum(kls) - 1) > 0.01
-    greedy, sampled = seen.exams[1e-6], seen.exams[1.0]
-    for name, exam in (("greedy", greedy), ("sampled", sampled)):
+    (row,) = rows(folder / "metrics.csv")
+    row = {name: float(cell) for name, cell in row.items()}
+    assert row["charts/reward"] == row["charts/episodic_return"] == rewards.mean().item() > 0
+    assert row["p3o/ess"] == pytest.approx(e, abs=1e-5)
+    if noise == "none":  # sampler and learner are one: on-policy to the bit
+        assert row["p3o/ess"] == 1 and row["p3o/kl"] == row["p3o/capped"] == row["ppo/clipped"] == 0
+    else:
+        assert e < 1 and row["p3o/kl"] > 0
+    in_bfloat16 = [call for call in seen.calls if call.in_bfloat16]  # only the sampler is
+    assert in_bfloat16 == (batch.calls if noise == "bfloat16" else [])
+    assert row["losses/policy_loss"] == pytest.approx(expected.item(), rel=1e-3, abs=1e-6)
+    kls = []
+    for (_, _, old), (_, _, new) in zip(policies, policies_of(network, batch), strict=True):
+        kls.append([kl_divergence(old, new).item(), kl_divergence(new, old).item()])
+    forward, backward = np.mean(kls, 0)
+    assert row["abs/kl_divergence"] == pytest.approx(forward, rel=2e-4)
+    assert abs(backward / forward - 1) > 1e-3
+    for name, temperature in (("greedy", 1e-6), ("sampled", 1.0)):
+        exam = seen.exams[temperature]
         share = (exam.answers == solutions(exam.prompts)).all(1).float().mean().item()
-        assert float(row[f"charts/{name}_accuracy"]) == share and 0.1 < share < 1
+        assert row[f"charts/{name}_accuracy"] == share and 0.1 < share < 1
 
 
-@pytest.mark.parametrize("loss", ["p3o", "ppo"])
-def test_a_token_that_is_never_written_counts_0(train, loss):
-    """Guards masks: logits of -inf do what very low ones do, gradients included."""
-
-    class Masked(Guessing):
-        low = -200.0
-
-        def forward(self, tokens):
-            never = torch.tensor([character in "+= " for character in VOCABULARY])
-            return super().forward(tokens).masked_fill(never, self.low)
-
-    class NeverWritten(Masked):
-        low = -math.inf
-
-    tables = []
-    for part in (Masked, NeverWritten):
-        arguments = {"loss": loss, "lag": 1, "adapt_frequency": 1, "learning_rate": 1e-2}
-        folder = train(4, part, behavior_noise="temperature", **arguments)
-        tables.append(without_clock(folder))
-    for expected, row in zip(*tables, strict=True):
-        for name, cell in row.items():
-            assert float(cell or 0) == pytest.approx(float(expected[name] or 0), rel=1e-4), name
-    assert float(row["p3o/kl"]) > 0 and float(row["losses/grad_norm"]) > 0
-
-
-# --- Stale data, and a sampler that differs ---
-
-
-def test_a_sampler_in_bfloat16_is_another_policy(train, seen):
-    """Guards --behavior-noise bfloat16: slightly off, and only the sampler is."""
-    folder = train(2, seen.part, behavior_noise="bfloat16", adapt_frequency=1)
-    assert 0.99 < min(column(folder / "metrics.csv", "p3o/ess")) < 1
-    sampling = [call for batch in seen.batches for call in batch.calls]
-    assert len(sampling) == 2 * ANSWER and all(call.in_bfloat16 for call in sampling)
-    assert sum(call.in_bfloat16 for call in seen.calls) == len(sampling)
-
-
-@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("lag", [0, 2])
 def test_answers_come_from_the_policy_of_lag_updates_ago(train, seen, lag):
     """Guards --lag: the sampler's weights are those that learning had then, or the first ones."""
-    folder = train(7, seen.part, lag=lag, learning_rate=1e-2, adapt_frequency=1)
-    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [8] * 7  # no --adapt-batch
+    folder = train(5, seen.part, lag=lag, learning_rate=1e-2, adapt_frequency=1)
+    assert column(folder / "metrics.csv", "abs/rollout_length", int) == [8] * 5  # no --adapt-batch
     learned = [call.weights for call in seen.calls if call.learns][1:]  # the first is the imitation
     for iteration, batch in enumerate(seen.batches):
         for call in batch.calls:
             assert same_weights(call.weights, learned[max(iteration - lag, 0)])
-    assert len(seen.batches) == 7 and not same_weights(learned[0], learned[1])
-
-
-# --- ABS ---
+    assert len(seen.batches) == 5 and not same_weights(learned[0], learned[1])
 
 
 def test_the_number_of_problems_follows_the_kl(train):
     """Guards --adapt-batch: L of the next batch is Eq. 4's of the KL measured, smoothed."""
-    table = rows(train(20, Guessing, adapt_batch=True, adapt_frequency=2) / "metrics.csv")
+    arguments = {"adapt_frequency": 2, "delta_min": 1e-6, "delta_max": 0.5}
+    table = rows(train(20, Guessing, adapt_batch=True, **arguments) / "metrics.csv")
     length = 8.0
     for i, row in enumerate(table, 1):
         assert int(row["abs/rollout_length"]) == round(length)
         assert int(row["abs/batch_size"]) == 4 * round(length)
         assert bool(row["abs/kl_divergence"]) == (i % 2 == 0)
         if row["abs/kl_divergence"]:
-            kl = min(max(float(row["abs/kl_divergence"]), 5e-4), 2e-2)
-            alpha = math.log(kl / 5e-4) / math.log(2e-2 / 5e-4)
+            kl = float(row["abs/kl_divergence"])
+            assert 1e-6 < kl < 0.5
+            alpha = math.log(kl / 1e-6) / math.log(0.5 / 1e-6)
             length = 0.9 * length + 0.1 * (16 - alpha * 12)
     assert len({row["abs/rollout_length"] for row in table}) > 1
 
 
-# --- Resuming, bad input ---
-
-
-def without_clock(folder):
-    table = rows(folder / "metrics.csv")
-    for row in table:
-        del row["charts/seconds"], row["charts/SPS"]
-    return table
-
-
 def test_a_run_goes_on_as_if_it_had_not_stopped(train, monkeypatch):
     """Guards the seed and --resume: weights, Adam's state, earlier policies, L_adapt, tables."""
-    arguments = {"lag": 2, "adapt_batch": True, "adapt_frequency": 1, "eval_frequency": 1}
-    whole = train(12, Guessing, learning_rate=1e-2, **arguments)
-    stopped = train(5, Guessing, learning_rate=1e-2, **arguments)
-    command = f"{p3o_tokens.SCRIPT} --total-timesteps {32 * 12} --resume"
-    monkeypatch.setattr(sys, "argv", [*command.split(), str(stopped)])
+    arguments = {"lag": 2, "adapt_batch": True, "adapt_frequency": 1, "learning_rate": 1e-2}
+    whole = train(8, Guessing, **arguments)
+    stopped = train(4, Guessing, **arguments)
+    command = f"p3o_tokens.py --total-timesteps {32 * 8} --resume {stopped}"
+    monkeypatch.setattr(sys, "argv", command.split())
     p3o_tokens.launch(CausalTransformer=Guessing)
-    assert without_clock(stopped) == without_clock(whole)
+    for name in ("losses/policy_loss", "losses/grad_norm", "abs/kl_divergence", "p3o/ess"):
+        assert column(stopped / "metrics.csv", name) == column(whole / "metrics.csv", name)
     one, other = load(whole), load(stopped)
     assert same_weights(one["network"], other["network"])
     for policy, its_twin in zip(one["policies"], other["policies"], strict=True):
@@ -332,38 +283,17 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, monkeypatch):
     assert one["scores"] == other["scores"] and 0 < sum(one["scores"]) < 100
 
 
-class Broken(Tiny):
-    """Its gradient is not finite."""
-
-    def forward(self, tokens):
-        return super().forward(tokens) * (math.nan if torch.is_grad_enabled() else 1)
-
-
-def test_nan_stops_it(train):
-    """Guards the last good checkpoint: a broken update is not saved over it."""
-    folder = train(2, supervised_updates=0)
-    good = (folder / "checkpoint.pt").read_bytes()
-    with pytest.raises(FloatingPointError, match="not finite at step 96"):
-        train(10, Broken, resume=str(folder))
-    assert (folder / "checkpoint.pt").read_bytes() == good
+REFUSED = [
+    {"group_size": 1},
+    {"lag": -1},
+    {"delta_max": 1e-4},  # below delta_min
+    {"num_problems": np.int64(3), "adapt_batch": np.bool_(True)},  # below problems_min
+]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"group_size": 1},
-        {"lag": -1},
-        {"delta_max": 1e-4},  # below delta_min
-        {"num_problems": 3, "adapt_batch": np.bool_(True)},  # below problems_min
-        {"problems_max": 15},  # below problems_min
-        {"loss": "PPO"},
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused(tmp_path, arguments):
+@pytest.mark.parametrize("arguments", REFUSED, ids=str)
+def test_bad_arguments_are_refused(arguments):
     """Guards users: an error that names the flag, before any work."""
     flag = "--" + next(iter(arguments)).replace("_", "-")
-    args = p3o_tokens.Args(runs_dir=str(tmp_path), **arguments)
-    with pytest.raises(p3o_tokens.UsageError, match=flag):
-        p3o_tokens.main(args, CausalTransformer=None)
-    assert contents(tmp_path) == {}
+    with pytest.raises(ValueError, match=flag):
+        p3o_tokens.Args(**arguments)
