@@ -55,7 +55,7 @@ import signal
 import sys
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -272,7 +272,7 @@ def main(args, *, CausalTransformer=CausalTransformer, rollout_length=rollout_le
             # Each iteration has its own seed, so a resumed run needs no state of the generators.
             seed = 1_000_000 * args.seed + iteration
             torch.manual_seed(seed)
-            num_problems = round(adaptive_length)  # ABS: L
+            num_problems = round(adaptive_length) if args.adapt_batch else args.num_problems  # L
             batch_size = num_problems * args.group_size
 
             # 1. Collect G answers to each of L problems, by the policy of lag updates ago.
@@ -390,7 +390,7 @@ def check_args(args):
         raise ValueError("--num-problems must be from --problems-min to --problems-max")
 
 
-class Run:
+class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
     def __init__(self, args, parts):
@@ -437,10 +437,12 @@ class Run:
         text = json.dumps(config, indent=2, default=str)
         (self.folder / "config.tmp").write_text(text + "\n")
         os.replace(self.folder / "config.tmp", self.folder / "config.json")  # whole, or not at all
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        size = self.saved.get("metrics_size", 0)
-        if self.metrics.tell() > size:
-            self.metrics.truncate(size)  # rows after the checkpoint will be written again
+        table = self.folder / "metrics.csv"
+        table.touch()
+        # Rows after the checkpoint will be written again. What is kept ends with a whole row.
+        kept = table.read_bytes()[: self.saved.get("metrics_size", 0)]
+        os.truncate(table, kept.rfind(b"\n") + 1)
+        self.metrics = table.open("a", buffering=1)
 
         first = self.saved.get("global_step", 0)
         self.bar = tqdm(total=args.total_timesteps, initial=first, unit_scale=True, mininterval=1)
@@ -456,7 +458,8 @@ class Run:
     def interrupt(self, number, frame):
         """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        signal.signal(number, self.handlers[number])
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         with suppress(OSError):  # a closed terminal; print could fail inside a handler
             os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
@@ -496,9 +499,6 @@ class Run:
         torch.load(self.folder / "checkpoint.tmp", "cpu", weights_only=True)
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         self.save_at = time.perf_counter() + self.checkpoint_every
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, traceback):
         for number, handler in self.handlers.items():

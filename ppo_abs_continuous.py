@@ -46,7 +46,7 @@ import signal
 import sys
 import time
 from collections import deque
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def layer_init(layer, gain: float = math.sqrt(2)):
 
 
 class ActorCritic(nn.Module):
-    """Observations (N, D) -> the Gaussian policy π, a distribution of (N, A), and values (N,)."""
+    """Observations (..., D) -> the Gaussian policy π, of actions (..., A), and values (...)."""
 
     def __init__(self, envs, args):
         super().__init__()
@@ -136,9 +136,9 @@ class ActorCritic(nn.Module):
         )
 
     def forward(self, obs):
-        policy = Normal(self.actor(obs), self.log_std.exp())
+        policy = Normal(self.actor(obs), self.log_std.exp(), validate_args=False)  # faster
         # Independent makes the A numbers one action, whose log probability is their sum.
-        return Independent(policy, 1), self.critic(obs).squeeze(1)
+        return Independent(policy, 1, validate_args=False), self.critic(obs).squeeze(-1)
 
 
 def make_envs(args: Args):
@@ -266,8 +266,7 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
         global_step = run.saved.get("global_step", 0)
         updates = run.saved.get("updates", 0)  # gradient steps
         divergences = deque(run.saved.get("divergences", []), args.divergence_window)  # ABS
-        first_length = args.rollout_min if args.adapt_rollout else args.num_steps  # ABS
-        adaptive_length = run.saved.get("adaptive_length", float(first_length))  # ABS
+        adaptive_length = run.saved.get("adaptive_length", float(args.rollout_min))  # ABS
         next_obs, _ = envs.reset(seed=torch.randint(2**30, ()).item())  # runs share no environment
         next_obs = torch.tensor(next_obs)  # scaled by the moments that Run has loaded
         while global_step < args.total_timesteps and not run.interrupted:
@@ -278,7 +277,8 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
             if args.anneal_lr:
                 learning_rate *= 1 - global_step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = learning_rate
-            length = round(adaptive_length / num_envs)  # ABS: steps in each environment
+            all_steps = adaptive_length if args.adapt_rollout else args.num_steps  # ABS
+            length = round(all_steps / num_envs)  # steps in each environment
             batch_size = length * num_envs  # ABS: L
             is_measured = iteration % args.adapt_frequency == 0  # ABS
             if is_measured:
@@ -287,32 +287,27 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
             # 1. Collect L steps in the E environments, with actions drawn from π_θ.
             obs = torch.zeros((length, *next_obs.shape))
             actions = torch.zeros((length, *envs.action_space.shape))
-            log_probs = torch.zeros((length, num_envs))  # log π_θold(a_t|s_t)
+            following = torch.zeros_like(obs)  # s_{t+1}, also where an episode ended
             rewards = torch.zeros((length, num_envs))
-            values = torch.zeros((length, num_envs))  # V(s_t)
-            next_values = torch.zeros((length, num_envs))  # V(s_{t+1})
             terminated = torch.zeros((length, num_envs), dtype=torch.bool)
             truncated = torch.zeros((length, num_envs), dtype=torch.bool)
             with torch.no_grad():
-                policy, value = network(next_obs)  # of the state to act in, here and in the loop
                 for t in range(length):
                     obs[t] = next_obs
-                    values[t] = value
-                    actions[t] = policy.sample()
-                    log_probs[t] = policy.log_prob(actions[t])  # of the action before it is clipped
+                    actions[t] = network(next_obs)[0].sample()  # π_θ learns from it unclipped
                     allowed = actions[t].numpy().clip(envs.action_space.low, envs.action_space.high)
                     next_obs, reward, terminal, timeout, info = envs.step(allowed)
                     next_obs = torch.tensor(next_obs)
+                    following[t] = torch.tensor(info["final_obs"])
                     rewards[t] = torch.tensor(reward)
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
-                    policy, value = network(next_obs)
-                    next_values[t] = value
-                    if timeout.any():  # there, next_obs is the next game's: take the last one's
-                        final_obs = torch.tensor(info["final_obs"][timeout])
-                        next_values[t, truncated[t]] = network(final_obs)[1]
                     if "episode" in info:  # "r" has scores, "_episode" says whose game is over
                         run.scores.extend(info["episode"]["r"][info["_episode"]].tolist())
+                # The whole rollout at once is faster than a state at a time.
+                policy, values = network(obs)  # V(s_t)
+                log_probs = policy.log_prob(actions)  # log π_θold(a_t|s_t)
+                _, next_values = network(following)  # V(s_{t+1})
             global_step += batch_size
 
             # 2. Minimize loss_π + c_v loss_V - c_e H(π_θ), in N_epochs passes of mini-batches.
@@ -434,7 +429,7 @@ def check_policy(args, envs, policy, values):
         raise ValueError(f"policy and values must have the shapes {expected}, not {shapes}")
 
 
-class Run:
+class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
     def __init__(self, args, parts):
@@ -481,10 +476,12 @@ class Run:
         text = json.dumps(config, indent=2, default=str)
         (self.folder / "config.tmp").write_text(text + "\n")
         os.replace(self.folder / "config.tmp", self.folder / "config.json")  # whole, or not at all
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        size = self.saved.get("metrics_size", 0)
-        if self.metrics.tell() > size:
-            self.metrics.truncate(size)  # rows after the checkpoint will be written again
+        table = self.folder / "metrics.csv"
+        table.touch()
+        # Rows after the checkpoint will be written again. What is kept ends with a whole row.
+        kept = table.read_bytes()[: self.saved.get("metrics_size", 0)]
+        os.truncate(table, kept.rfind(b"\n") + 1)
+        self.metrics = table.open("a", buffering=1)
 
         first = self.saved.get("global_step", 0)
         self.bar = tqdm(total=args.total_timesteps, initial=first, unit_scale=True, mininterval=1)
@@ -500,7 +497,8 @@ class Run:
     def interrupt(self, number, frame):
         """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        signal.signal(number, self.handlers[number])
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         with suppress(OSError):  # a closed terminal; print could fail inside a handler
             os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
@@ -540,9 +538,6 @@ class Run:
         torch.load(self.folder / "checkpoint.tmp", "cpu", weights_only=True)
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         self.save_at = time.perf_counter() + self.checkpoint_every
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, traceback):
         for number, handler in self.handlers.items():

@@ -343,7 +343,7 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
             if args.anneal_lr:
                 learning_rate *= 1 - global_step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = learning_rate
-            length = round(adaptive_length)  # ABS: L
+            length = round(adaptive_length) if args.adapt_rollout else args.num_steps  # ABS: L
             batch_size = length * num_envs
             is_measured = iteration % args.adapt_frequency == 0  # ABS
             if is_measured:
@@ -485,7 +485,7 @@ def check_parts(args, envs, outputs):
 def uses_bfloat16(args) -> bool:
     """Whether the network computes in bfloat16; auto: only where the hardware multiplies it."""
     if args.precision != "auto":
-        return args.precision == "bfloat16"
+        return {"float32": False, "bfloat16": True}[args.precision]
     if args.device.startswith("cuda"):
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if args.device == "cpu":
@@ -494,7 +494,7 @@ def uses_bfloat16(args) -> bool:
     return False
 
 
-class Run:
+class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
     def __init__(self, args, parts):
@@ -541,10 +541,12 @@ class Run:
         text = json.dumps(config, indent=2, default=str)
         (self.folder / "config.tmp").write_text(text + "\n")
         os.replace(self.folder / "config.tmp", self.folder / "config.json")  # whole, or not at all
-        self.metrics = (self.folder / "metrics.csv").open("a", buffering=1)
-        size = self.saved.get("metrics_size", 0)
-        if self.metrics.tell() > size:
-            self.metrics.truncate(size)  # rows after the checkpoint will be written again
+        table = self.folder / "metrics.csv"
+        table.touch()
+        # Rows after the checkpoint will be written again. What is kept ends with a whole row.
+        kept = table.read_bytes()[: self.saved.get("metrics_size", 0)]
+        os.truncate(table, kept.rfind(b"\n") + 1)
+        self.metrics = table.open("a", buffering=1)
 
         first = self.saved.get("global_step", 0)
         self.bar = tqdm(total=args.total_timesteps, initial=first, unit_scale=True, mininterval=1)
@@ -560,7 +562,8 @@ class Run:
     def interrupt(self, number, frame):
         """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        signal.signal(number, self.handlers[number])
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         with suppress(OSError):  # a closed terminal; print could fail inside a handler
             os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
@@ -600,9 +603,6 @@ class Run:
         torch.load(self.folder / "checkpoint.tmp", "cpu", weights_only=True)
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         self.save_at = time.perf_counter() + self.checkpoint_every
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, traceback):
         for number, handler in self.handlers.items():

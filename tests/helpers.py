@@ -3,10 +3,9 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,9 @@ import gymnasium
 import numpy as np
 import torch
 import torch.nn as nn
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from pqn_abs import EpisodicLife
 
 ROOT = Path(__file__).parents[1]
 SMALL_RUN = ROOT / "tests" / "small_run.py"
@@ -26,87 +26,65 @@ LIMIT = 600  # seconds after which a process counts as hung; no test waits for i
 class FakeEnvs(gymnasium.vector.VectorEnv):
     """Six random bytes as observation, four actions, and every way in which an episode ends.
 
-    With lives, a game begins with 1 to this many of them, as info says, and ends with the last one,
-    or sooner: won, or truncated. What step() took and gave is kept in steps.
+    A game begins with 1 to this many lives, as info says, and ends with the last one, or sooner:
+    won, or truncated. What step() took and gave is kept in steps.
     """
 
-    def __init__(self, num_envs, terminate=0.1, truncate=0.1, lives=0):
+    def __init__(self, num_envs, terminate=0.1, truncate=0.1, lives=1):
         self.num_envs = num_envs
         self.terminate = terminate
         self.truncate = truncate
         self.most_lives = lives
         self.steps = []
-        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
         self.single_observation_space = gymnasium.spaces.Box(0, 255, (6,), np.uint8)
         self.single_action_space = gymnasium.spaces.Discrete(4)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
         self.seed = seed
         self.rng = np.random.default_rng(seed)
         self.obs = self.frames()
         self.lives = self.first_lives()
-        return self.obs, self.info()
+        return self.obs, {"lives": self.lives}
 
     def step(self, actions):
+        step = SimpleNamespace(obs=self.obs, action=np.array(actions), executed=np.array(actions))
         died = self.rng.random(self.num_envs) < self.terminate
-        truncated = self.rng.random(self.num_envs) < self.truncate
-        terminated = died
-        if self.most_lives:
-            self.lives = self.lives - died  # a new array: the old one was handed out
-            won = self.rng.random(self.num_envs) < self.terminate / 10
-            terminated = died & (self.lives == 0) | won
-        over = terminated | truncated
-        self.lives = np.where(over, self.first_lives(), self.lives)
-        reward = self.rng.choice([-5.0, 0.0, 0.5, 7.0], size=self.num_envs)
+        won = self.rng.random(self.num_envs) < self.terminate / 10
+        lives = self.lives - died
+        step.terminated = won | (lives == 0)
+        step.truncated = self.rng.random(self.num_envs) < self.truncate
+        step.over = step.terminated | step.truncated
+        step.lost_life = died & ~step.over
+        step.reward = self.rng.choice([-5.0, 0.0, 0.5, 7.0], size=self.num_envs)
         final_obs = self.frames()
-        step = SimpleNamespace(obs=self.obs, action=np.array(actions), reward=reward.copy())
         self.obs = self.frames()
-        step.true_next = np.where(over[:, None], final_obs, self.obs)  # of the same episode
-        step.terminated, step.truncated, step.over = terminated.copy(), truncated.copy(), over
-        step.lost_life = died & ~over
+        step.true_next = np.where(step.over[:, None], final_obs, self.obs)  # of the same episode
+        self.lives = np.where(step.over, self.first_lives(), lives)
         self.steps.append(step)
-        info = {"final_obs": final_obs} | self.info()
-        return self.obs, reward, terminated, truncated, info
+        info = {"final_obs": final_obs, "lives": self.lives}
+        return self.obs, step.reward.copy(), step.terminated, step.truncated, info
 
     def first_lives(self):
-        fewest = min(1, self.most_lives)
-        return self.rng.integers(fewest, self.most_lives, size=self.num_envs, endpoint=True)
-
-    def info(self):
-        return {"lives": self.lives.copy()} if self.most_lives else {}
+        return self.rng.integers(1, self.most_lives, size=self.num_envs, endpoint=True)
 
     def frames(self):
         return self.rng.integers(256, size=(self.num_envs, 6), dtype=np.uint8)
 
 
-class ReusedArrays(FakeEnvs):
-    """Writes each step's results into the arrays that it returned before."""
-
-    def reset(self, **options):
-        self.returned = {}
-        obs, info = super().reset(**options)
-        values = self.reused({"obs": obs} | info)
-        return values.pop("obs"), values
+class Played(EpisodicLife):
+    """Keeps the actions that the agent chose; FakeEnvs keeps those that the game got."""
 
     def step(self, actions):
-        names = ["obs", "reward", "terminated", "truncated"]
-        *arrays, info = super().step(actions)
-        values = self.reused(dict(zip(names, arrays, strict=True)) | info)
-        return *(values.pop(name) for name in names), values
-
-    def reused(self, values):
-        for name, array in values.items():
-            values[name] = self.returned.setdefault(name, array.copy())
-            values[name][...] = array
-        return values
+        result = super().step(actions)
+        self.unwrapped.steps[-1].action = np.array(actions)
+        return result
 
 
 class SmallNetwork(nn.Module):
-    """Smooth, so that float32 and float64 agree; its head is no float32 one under autocast."""
+    """Smooth, so that float32 and float64 agree."""
 
-    def __init__(self, envs):
+    def __init__(self, envs, args):
         super().__init__()
         inputs = int(np.prod(envs.single_observation_space.shape))
         self.hidden = nn.Linear(inputs, 16)
@@ -118,8 +96,15 @@ class SmallNetwork(nn.Module):
 
 
 def on(envs, network=SmallNetwork):
-    """The parts of pqn_abs.py's main and launch that make it train a network on envs."""
-    return {"make_envs": lambda args: envs, "QNetwork": network}
+    """The parts of pqn_abs.py's main and launch that make it train a network on FakeEnvs."""
+
+    def make_envs(args):
+        counted = RecordEpisodeStatistics(envs)
+        if envs.most_lives > 1 and args.episodic_life:
+            return Played(counted, fire_action=2)
+        return counted
+
+    return {"make_envs": make_envs, "QNetwork": network}
 
 
 def stacked(steps, name):
@@ -170,21 +155,19 @@ def contents(folder):
 
 def unpacked(name, folder):
     """The folder of runs in results/<name>.tar.gz, unpacked below another folder."""
-    with tarfile.open(ROOT / "results" / f"{name}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(ROOT / "results" / f"{name}.tar.gz", folder, filter="data")
     return folder / Path(name).name
 
 
 started = []  # processes; conftest.py ends what a test leaves running
 
 
-def start(*command, **options):
+def start(*command, env=(), **options):
     """A Python process of its own; its output can be read from communicate()."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment |= options.pop("env", {})
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(env)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *map(str, command)]
-    started.append(subprocess.Popen(command, env=environment, **(pipes | options)))
+    started.append(subprocess.Popen(command, env=env, **(pipes | options)))
     return started[-1]
 
 
@@ -193,15 +176,6 @@ def end_of(process, status=0):
     output, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == status, errors
     return output, errors
-
-
-def next_line(process):
-    """Wait for the next line of a process's errors."""
-    alarm = threading.Timer(LIMIT, process.kill)
-    alarm.start()
-    line = process.stderr.readline()
-    alarm.cancel()
-    return line
 
 
 def wait_for(condition, process):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from helpers import FakeEnvs, SmallNetwork
+from helpers import FakeEnvs, on
 
 import pqn_abs
 
@@ -24,10 +24,6 @@ class HeldEnvs(FakeEnvs):
         return super().step(actions)
 
 
-def make_envs(args):
-    return HeldEnvs(args.num_envs, terminate=1)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    pqn_abs.launch(make_envs=make_envs, QNetwork=SmallNetwork)
+    pqn_abs.launch(**on(HeldEnvs(4, terminate=1)))
