@@ -74,7 +74,7 @@ from tqdm import tqdm
 class Args:
     """P3O, PPO and GRPO on token sequences. A step is one answer; symbols are in brackets."""
 
-    env_id: Literal["addition"] = "addition"  # the task
+    env_id: Literal["addition"] = "addition"  # the task, after which the run is named
     loss: Literal["p3o", "ppo", "grpo"] = "p3o"  # as above
     seed: int = 1  # seed of the model, the teacher, the problems and the answers
     total_timesteps: int = 30_720  # [T_total] answers to learn from
@@ -97,7 +97,7 @@ class Args:
     adapt_frequency: int = 5  # [K] measure the KL divergence in every K-th iteration
     delta_min: float = 5e-4  # [δ_min] at this KL divergence or less, the policy counts as stable
     delta_max: float = 2e-2  # [δ_max] at this KL divergence or more, it counts as volatile
-    beta: float = 0.1  # [β] step size of L_adapt; the value is from the code of ABS's author
+    beta: float = 0.1  # [β] step size of L; the value is from the code of ABS's author
 
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     runs_dir: str = "runs"  # where the run's folder is created
@@ -179,7 +179,7 @@ class CausalTransformer(nn.Module):
 
 def policy_at(network, sequences, valid):
     """π before each valid token of an answer; sequences are prompts with answers."""
-    logits = network(sequences[:, :-1])[:, PROMPT - 1 :]
+    logits = network(sequences[:, :-1])[:, PROMPT - 1 :]  # those at t are of token t + 1
     return Categorical(logits=logits[valid])
 
 
@@ -188,7 +188,7 @@ def write_answers(network, prompts, temperature=1.0, bfloat16=False):
     """Answers (N, ANSWER) to prompts (N, PROMPT), and the logits of π_b (N, ANSWER, V)."""
     tokens = F.pad(prompts, (0, ANSWER), value=END)
     behavior_logits = []
-    for t in range(ANSWER):  # a KV cache would round, and fresh data would not have ρ = 1 exactly
+    for t in range(ANSWER):  # without a KV cache, which would round, so that fresh ρ are exactly 1
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bfloat16):
             logits = network(tokens[:, :-1])[:, PROMPT - 1 + t]
         logits = logits.float() / temperature
@@ -316,7 +316,7 @@ def main(args, *, CausalTransformer=CausalTransformer, rollout_length=rollout_le
             grad_norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
             optimizer.step()
 
-            # 3. ABS: measure how far the update moved the policy, and adapt L.
+            # 3. ABS: measure how far the update moved the policy, and adapt L. policy is θ_old's.
             divergence = None
             if iteration % args.adapt_frequency == 0:
                 with torch.no_grad():
@@ -371,7 +371,7 @@ def main(args, *, CausalTransformer=CausalTransformer, rollout_length=rollout_le
 def check_args(args):
     """Refuse arguments that would fail late, or quietly train something else."""
     for name, value in vars(args).items():
-        if isinstance(value, np.generic):  # of a sweep; a checkpoint holds only Python's numbers
+        if isinstance(value, np.generic):  # a checkpoint cannot hold NumPy's numbers
             setattr(args, name, value.item())
     counts = "total_timesteps num_problems problems_min adapt_frequency eval_frequency"
     for name in counts.split():
@@ -458,14 +458,14 @@ class Run(AbstractContextManager):
     def interrupt(self, number, frame):
         """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        for handled, handler in self.handlers.items():
+            signal.signal(handled, handler)
         with suppress(OSError):  # a closed terminal; print could fail inside a handler
             os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
-        # A NaN anywhere reaches this gradient, the last. Such a run ends before it is saved.
+        # A NaN spreads to all weights, and to this last gradient. The run ends before it is saved.
         if not math.isfinite(row["losses/grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite at step {row['global_step']:,}")
         now = time.perf_counter()

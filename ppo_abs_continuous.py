@@ -6,12 +6,12 @@
 """PPO with Adaptive Batch Scaling (ABS), for continuous actions (MuJoCo), in one file.
 
 PPO [arXiv 1707.06347] learns a Gaussian policy π_θ and its value function V. An iteration plays L
-steps, learns from these steps in several epochs, and discards them. Its loss is clipped, so that
-the epochs do not carry π_θ far from π_θold, the policy that played.
+steps in all environments together, learns from these steps in several epochs, and discards them.
+Its loss is clipped, so that the epochs do not carry π_θ far from π_θold, the policy that played.
 
 ABS [arXiv 2605.21557] adapts L to the policy. In every K-th iteration it measures how far the
 updates moved the policy: δ is the mean KL divergence in M sampled states of the rollout. θ_old is
-the network before these updates, and θ the one after them. Single δ scatter, so L follows δ̄:
+the network before these updates, and θ the one after them. One δ is noisy, so L follows their mean:
 
     δ  = (1/M) Σ_i KL( π_θ(·|s_i) ‖ π_θold(·|s_i) )
     δ̄  = the mean of the last 20 δ
@@ -20,10 +20,10 @@ the network before these updates, and θ the one after them. Single δ scatter, 
     L  ← (1 - β) L + β L'
 
 The paper's idea: while the policy changes fast, small batches keep the network plastic. Once it is
-stable, large batches converge more precisely. L counts the steps of all environments together. In
-main, "ABS" marks the lines that PPO alone does not have.
+stable, large batches converge more precisely. In main, "ABS" marks the lines that PPO alone does
+not have.
 
-The paper has no numbers for PPO. The defaults are those of its author's code, with fewer steps.
+The paper has no numbers for PPO. The defaults are its author's, but for a fifth of the steps.
 docs/ppo_abs_continuous.md lists what else differs from that code.
 
 HalfCheetah. The network is small, so PyTorch gets one thread:
@@ -106,7 +106,7 @@ class Args:
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights, as in CleanRL; a gain of √2 makes up for what a ReLU cuts off."""
+    """Orthogonal weights, with CleanRL's gain, and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -203,6 +203,7 @@ class Normalizer(VectorWrapper):
         self.discounted = self.gamma * self.discounted + rewards
         self.returns.update(self.discounted)
         self.discounted[over] = 0
+        # As in CleanRL: returns of about the same scale in any task.
         rewards = (rewards / np.sqrt(self.returns.var + 1e-8)).clip(-10, 10)
         return next_obs, rewards, terminated, truncated, info
 
@@ -214,7 +215,7 @@ def gae(rewards, values, next_values, terminated, truncated, gamma, gae_lambda):
     A_t = d_t + γ λ (1 - terminated_t) (1 - truncated_t) A_{t+1}
 
     next_values[t] is V(s_{t+1}). Where a time limit truncated the episode, s_{t+1} is the episode's
-    last state. There, and at the end of the rollout, the sum of the d_t ends.
+    last state. There, and at the end of the rollout, A_{t+1} counts as 0.
     """
     td_errors = rewards + gamma * ~terminated * next_values - values  # d_t
     goes_on = ~(terminated | truncated)
@@ -267,8 +268,8 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
         updates = run.saved.get("updates", 0)  # gradient steps
         divergences = deque(run.saved.get("divergences", []), args.divergence_window)  # ABS
         adaptive_length = run.saved.get("adaptive_length", float(args.rollout_min))  # ABS
-        next_obs, _ = envs.reset(seed=torch.randint(2**30, ()).item())  # runs share no environment
-        next_obs = torch.tensor(next_obs)  # scaled by the moments that Run has loaded
+        next_obs, _ = envs.reset(seed=torch.randint(2**30, ()).item())  # of the first; the next + 1
+        next_obs = torch.tensor(next_obs)  # scaled by moments that Run may have loaded
         while global_step < args.total_timesteps and not run.interrupted:
             iteration += 1
             # Each iteration has its own seed, so a resumed run goes on with new random numbers.
@@ -277,9 +278,9 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
             if args.anneal_lr:
                 learning_rate *= 1 - global_step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = learning_rate
-            all_steps = adaptive_length if args.adapt_rollout else args.num_steps  # ABS
-            length = round(all_steps / num_envs)  # steps in each environment
-            batch_size = length * num_envs  # ABS: L
+            wanted_steps = adaptive_length if args.adapt_rollout else args.num_steps  # ABS
+            length = round(wanted_steps / num_envs)  # steps in each environment
+            batch_size = length * num_envs  # L
             is_measured = iteration % args.adapt_frequency == 0  # ABS
             if is_measured:
                 old_network.load_state_dict(network.state_dict())  # ABS: θ_old ← θ
@@ -294,11 +295,11 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
             with torch.no_grad():
                 for t in range(length):
                     obs[t] = next_obs
-                    actions[t] = network(next_obs)[0].sample()  # π_θ learns from it unclipped
+                    actions[t] = network(next_obs)[0].sample()  # PPO learns from this one
                     allowed = actions[t].numpy().clip(envs.action_space.low, envs.action_space.high)
                     next_obs, reward, terminal, timeout, info = envs.step(allowed)
                     next_obs = torch.tensor(next_obs)
-                    following[t] = torch.tensor(info["final_obs"])
+                    following[t] = torch.tensor(info["final_obs"])  # by Normalizer
                     rewards[t] = torch.tensor(reward)
                     terminated[t] = torch.tensor(terminal)
                     truncated[t] = torch.tensor(timeout)
@@ -395,7 +396,7 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
 def check_args(args):
     """Refuse arguments that would fail late, or quietly train something else."""
     for name, value in vars(args).items():
-        if isinstance(value, np.generic):  # of a sweep; a checkpoint holds only Python's numbers
+        if isinstance(value, np.generic):  # a checkpoint cannot hold NumPy's numbers
             setattr(args, name, value.item())
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps rollout_min"
     for name in [*counts.split(), "adapt_frequency", "reference_states", "divergence_window"]:
@@ -497,14 +498,14 @@ class Run(AbstractContextManager):
     def interrupt(self, number, frame):
         """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        for handled, handler in self.handlers.items():
+            signal.signal(handled, handler)
         with suppress(OSError):  # a closed terminal; print could fail inside a handler
             os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
-        # A NaN anywhere reaches this gradient, the last. Such a run ends before it is saved.
+        # A NaN spreads to all weights, and to this last gradient. The run ends before it is saved.
         if not math.isfinite(row["losses/grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite at step {row['global_step']:,}")
         now = time.perf_counter()
@@ -555,8 +556,8 @@ def launch(Args=Args, **parts):
     """The command line. The parts, by name, are those that main takes."""
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: up to 1.8 times as fast on a CPU.
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX = 0: no block of memory of its own
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: its largest value
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX is 0
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD is the largest number
     # A resumed run's arguments are the defaults of the command line. So --resume is read first.
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--resume")

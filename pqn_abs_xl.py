@@ -19,15 +19,15 @@ greedy action. θ_old is the network before these updates, and θ the one after 
     L  ← (1 - β) L + β L'
 
 The network is a CNN and a linear layer, whose output is x_0. Then come n residual blocks f_k, each
-of which adds x_0 again, and one more linear layer [SG: arXiv 2506.15544]:
+of which adds x_0 again, and one more linear layer [SG, Stable Gradients: arXiv 2506.15544]:
 
     x_{k+1} = x_k + f_k(x_k) + x_0
 
 Started by torchrun, each process plays in E environments of its own. Gradients and δ are averaged
-over the processes, so all have the same network and the same L. In main, "ABS" marks the lines that
-PQN alone does not have, and "torchrun" those that differ with several processes.
+over the processes, so all have the same network and L. In main, "ABS" marks what PQN alone does not
+have, "torchrun" what differs.
 
-PQN-L on one GPU; the ABS paper's settings, except that a lost life ends an episode:
+PQN-L, with 5 blocks, on one GPU; the ABS paper's settings, but a lost life ends an episode:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
 Four GPUs, each with its own 128 environments:
     torchrun --nproc-per-node 4 pqn_abs_xl.py
@@ -90,7 +90,7 @@ class Args:
     adapt_rollout: bool = True  # ABS: adapt L; --no-adapt-rollout is plain PQN with L = num_steps
     num_steps: int = 32  # [L] steps in each environment in the first rollout
     rollout_min: int = 16  # [L_min] rollout length of a volatile policy
-    rollout_max: int = 128  # [L_max] rollout length of a stable policy
+    rollout_max: int = 128  # [L_max] rollout length of a stable policy; 64 in pqn_abs.py
     adapt_frequency: int = 50  # [K] measure δ in every K-th iteration
     delta_min: float = 0.05  # [δ_min] at this δ or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this δ or more, it counts as volatile
@@ -112,7 +112,7 @@ class Args:
 
 
 def layer_init(layer, gain: float = math.sqrt(2)):
-    """Orthogonal weights, as in CleanRL; a gain of √2 makes up for what a ReLU cuts off."""
+    """Orthogonal weights, with CleanRL's gain, and zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -170,8 +170,8 @@ class QNetwork(nn.Module):
 class EpisodicLife(VectorWrapper):
     """A lost life ends the learner's episode ("terminated"), but the game goes on.
 
-    Games like Breakout then wait for FIRE, for ever if the policy does not press it. So after a
-    lost life every action does what fire_action does. To the agent, this is a rule of the game.
+    Games like Breakout then wait for FIRE, for ever if the policy does not press it. So in the step
+    after a lost life, fire_action is played. The agent learns from the action that it chose.
     """
 
     def __init__(self, envs, fire_action):
@@ -202,11 +202,11 @@ def make_envs(args: Args):
 
     Autoreset is same-step: where a game ends, step() returns the next game's first observation, and
     info["final_obs"] has the last one of the game that ended. RecordEpisodeStatistics adds
-    info["episode"], with the scores of whole games. Environments of your own must do both.
+    info["episode"], with the scores of whole games. Environments of your own need these two, too.
     """
     gymnasium.register_envs(ale_py)
     spec = gymnasium.spec(args.env_id)
-    # AtariVectorEnv always skips 4 frames. Breakout-v4 would skip 2 to 4 at random.
+    # AtariVectorEnv skips 4 frames, always. Breakout-v4 stands for a random number of them.
     if not isinstance(spec.kwargs.get("frameskip"), int):
         raise gymnasium.error.Error(f"{args.env_id}: use ALE/Breakout-v5 or BreakoutNoFrameskip-v4")
     envs = AtariVectorEnv(
@@ -229,7 +229,7 @@ def lambda_returns(rewards, next_values, terminated, truncated, gamma: float, q_
 
     next_values[t] is max_a Q(s_{t+1}, a). Where a time limit truncated the episode, s_{t+1} is the
     episode's last state. There, and at the end of the rollout, G_{t+1} is not known, and
-    next_values[t] takes its place.
+    next_values[t] takes its place, so that it is all that stands in the brackets.
     """
     returns = torch.empty_like(next_values)
     goes_on = (~terminated).float()  # 1 - terminated_t
@@ -272,38 +272,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # how many processes play a
 
 def average(value) -> float:
     """The mean of a number over all processes."""
-    total = torch.tensor(value, dtype=torch.float64)
+    total = torch.tensor(value, dtype=torch.float64)  # on the CPU, where gloo adds up
     if WORLD_SIZE > 1:
         dist.all_reduce(total)
     return total.item() / WORLD_SIZE
-
-
-class Follower(AbstractContextManager):
-    """Run's place in all processes but the first, which alone has files."""
-
-    def __init__(self):
-        self.scores = deque(maxlen=0)  # the log has the first process's
-        self.interrupted = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.interrupt)
-
-    def interrupt(self, number, frame):
-        self.interrupted = True
-
-    def skip(self, *args, **kwargs):
-        """The first process does it."""
-
-    log = checkpoint = __exit__ = skip
-
-
-def share(run, parts):
-    """Give all processes the first one's folder, and what it has loaded to resume."""
-    if WORLD_SIZE > 1:
-        message = [run.folder, run.saved] if RANK == 0 else [None, None]
-        dist.broadcast_object_list(message)
-        run.folder, run.saved = message
-        for name in parts.keys() & run.saved.keys():
-            parts[name].load_state_dict(run.saved[name])
 
 
 def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout_length):
@@ -328,14 +300,15 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
     check_parts(args, envs, q_network(next_obs))  # raises if they do not fit together
     # Run keeps the log and the checkpoints. It saves, and loads, what has a state_dict.
     parts = {"network": q_network, "optimizer": optimizer, "rollout_length": rollout_length}
-    with closing(envs), Run(args, parts) if RANK == 0 else Follower() as run:  # torchrun
+    run = Run(args, parts) if RANK == 0 else Follower()  # torchrun: only the first has files
+    with closing(envs), run:
         share(run, parts)  # torchrun
         iteration = run.saved.get("iteration", 0)  # saved is empty, unless the run is resumed
         global_step = run.saved.get("global_step", 0)
         updates = run.saved.get("updates", 0)  # gradient steps
         adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
         # torchrun: where one process is interrupted, all stop after the same iteration.
-        while global_step < args.total_timesteps and not average(run.interrupted):
+        while global_step < args.total_timesteps and average(run.interrupted) == 0:
             iteration += 1
             # Each iteration has its own seed, so a resumed run goes on with new random numbers.
             torch.manual_seed(1_000_000 * args.seed + iteration * WORLD_SIZE + RANK)  # torchrun
@@ -362,7 +335,7 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
             terminated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
             truncated = torch.zeros((length, num_envs), dtype=torch.bool, device=device)
             with torch.no_grad():
-                q_values = q_network(next_obs)  # of the state to act in, here and in the loop
+                q_values = q_network(next_obs)  # of the next state to act in
                 for t in range(length):
                     obs[t] = next_obs
                     actions[t] = torch.where(explore[t], random_actions[t], q_values.argmax(1))
@@ -450,7 +423,7 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
 def check_args(args):
     """Refuse arguments that would fail late, or quietly train something else."""
     for name, value in vars(args).items():
-        if isinstance(value, np.generic):  # of a sweep; a checkpoint holds only Python's numbers
+        if isinstance(value, np.generic):  # a checkpoint cannot hold NumPy's numbers
             setattr(args, name, value.item())
     counts = "total_timesteps num_envs num_minibatches update_epochs num_steps rollout_min"
     for name in [*counts.split(), "adapt_frequency", "reference_states"]:
@@ -562,14 +535,14 @@ class Run(AbstractContextManager):
     def interrupt(self, number, frame):
         """On Ctrl-C or SIGTERM, let main finish its iteration and save."""
         self.interrupted = True
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        for handled, handler in self.handlers.items():
+            signal.signal(handled, handler)
         with suppress(OSError):  # a closed terminal; print could fail inside a handler
             os.write(2, b"\nfinishing the iteration, then saving; Ctrl-C again stops at once\n")
 
     def log(self, row):
         """Write an iteration's row to metrics.csv, the progress bar and W&B."""
-        # A NaN anywhere reaches this gradient, the last. Such a run ends before it is saved.
+        # A NaN spreads to all weights, and to this last gradient. The run ends before it is saved.
         if not math.isfinite(row["losses/grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite at step {row['global_step']:,}")
         now = time.perf_counter()
@@ -616,12 +589,40 @@ class Run(AbstractContextManager):
             self.wandb.finish(exit_code=int(kind is not None))
 
 
+class Follower(AbstractContextManager):
+    """Run's place in all processes but the first, which alone has files."""
+
+    def __init__(self):
+        self.scores = deque(maxlen=0)  # the log has the first process's
+        self.interrupted = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def interrupt(self, number, frame):
+        self.interrupted = True
+
+    def skip(self, *args, **kwargs):
+        """The first process does it."""
+
+    log = checkpoint = __exit__ = skip
+
+
+def share(run, parts):
+    """Give all processes the first one's folder, and what it has loaded to resume."""
+    if WORLD_SIZE > 1:
+        message = [run.folder, run.saved] if RANK == 0 else [None, None]
+        dist.broadcast_object_list(message)
+        run.folder, run.saved = message
+        for name in parts.keys() & run.saved.keys():
+            parts[name].load_state_dict(run.saved[name])
+
+
 def launch(Args=Args, **parts):
     """The command line. The parts, by name, are those that main takes."""
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: up to 1.8 times as fast on a CPU.
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX = 0: no block of memory of its own
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: its largest value
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX is 0
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD is the largest number
     # A resumed run's arguments are the defaults of the command line. So --resume is read first.
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--resume")
