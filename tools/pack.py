@@ -4,8 +4,9 @@
     tar xzf results/study/runs.tar.gz -C results/study
 
 The archive holds one folder, named as the archive is. In it each run has its config.json, and of
-metrics.csv all columns but losses and speeds, numbers with six digits. --thin keeps only the rows
-in which the divergence was measured, and the last one. The same runs give the same archive.
+metrics.csv all columns but losses and speeds, numbers with six digits. The last row has the seconds
+that the run took. --thin keeps only the rows in which the divergence was measured, and the last
+one. The same runs give the same archive.
 """
 
 import csv
@@ -24,7 +25,7 @@ from tools import plot
 from tools.suite import is_done
 
 LEFT_OUT = ("losses/", "charts/SPS", "charts/epsilon", "abs/batch_size")  # batch = L times E
-SECONDS = "charts/seconds"  # only the last row's are kept
+SECONDS = "charts/seconds"  # earlier runs have this column
 
 
 @dataclass
@@ -39,18 +40,20 @@ def packed_metrics(path: Path, thin: bool) -> str:
         rows = list(csv.DictReader(file))
     if not rows:
         raise ValueError(f"{path} has no rows yet")
-    names = [name for name in rows[0] if not name.startswith(LEFT_OUT)]
+    last = rows[-1]
+    if SECONDS not in last:
+        last[SECONDS] = sum(float(row["abs/batch_size"]) / float(row["charts/SPS"]) for row in rows)
+    names = [name for name in last if not name.startswith(LEFT_OUT)]
     if thin:
-        last = rows[-1]
         rows = [row for row in rows if row.get(plot.DIVERGENCE) or row.get(plot.KL) or row is last]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        if row is not rows[-1]:
+        if row is not last:
             row[SECONDS] = ""
         for name in names:
-            if "." in (row[name] or ""):  # a row that a full disk cut short has None
+            if "." in str(row[name]):
                 row[name] = f"{float(row[name]):.6g}"
         writer.writerow(row)
     return text.getvalue()
@@ -63,8 +66,6 @@ def packed_config(path: Path) -> str:
 
 
 def main(args) -> None:
-    if not args.archive.name.endswith(".tar.gz"):
-        raise ValueError(f"{args.archive}: an archive's name must end in .tar.gz")
     files = {}
     runs = [path.parent for path in sorted(args.runs.rglob("config.json"))]
     if not runs:
@@ -74,8 +75,7 @@ def main(args) -> None:
         files[f"{name}/config.json"] = packed_config(run / "config.json")
         files[f"{name}/metrics.csv"] = packed_metrics(run / "metrics.csv", args.thin)
     with (
-        plot.replacing(args.archive) as beside,
-        beside.open("wb") as file,
+        args.archive.open("wb") as file,
         gzip.GzipFile(args.archive.name, "wb", fileobj=file, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
@@ -91,4 +91,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except (OSError, ValueError) as error:
-        plot.fail(error)
+        sys.exit(f"pack.py: {error}")

@@ -12,10 +12,8 @@ that column of metrics.csv. tools/report.py compares finished runs, with interva
 
 import csv
 import json
-import os
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from PIL import Image
 STEP, RETURN, LENGTH = "global_step", "charts/episodic_return", "abs/rollout_length"
 DIVERGENCE, KL = "abs/behavioral_divergence", "abs/kl_divergence"
 TITLES = {RETURN: "Return\n(points)", LENGTH: "Rollout length L\n(steps)"}
-TITLES |= {DIVERGENCE: "Behavioral divergence\n(share of states)", KL: "KL divergence\n(nats)"}
+TITLES |= {DIVERGENCE: "Behavioral Divergence δ\n(share of states)", KL: "KL divergence δ\n(nats)"}
 TITLES["charts/updates"] = "Gradient steps"
 COLOURS = matplotlib.color_sequences["petroff10"]  # can be told apart with colour-blind eyes
 MARKERS = "osD^vXP"  # and without colours
@@ -56,13 +54,6 @@ class Run:
     signal: str  # the column that drives L
 
 
-def fail(error) -> None:
-    """End with status 2 and one line on stderr."""
-    line = str(error).partition("\n")[0]
-    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def read_columns(path: Path) -> dict[str, np.ndarray]:
     """The columns of a metrics.csv, by name."""
     with path.open() as file:
@@ -72,7 +63,6 @@ def read_columns(path: Path) -> dict[str, np.ndarray]:
     columns = {}
     for name in rows[0]:
         columns[name] = np.array([float(row[name] or "nan") for row in rows])
-    columns.setdefault(DIVERGENCE, np.full(len(rows), np.nan))
     return columns
 
 
@@ -83,27 +73,18 @@ def title(env_id: str) -> str:
     return words.title() if words.islower() else words
 
 
-def read_config(folder: Path) -> dict:
-    """What a run's config.json says."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not the folder of a run: it has no config.json")
-    return json.loads((folder / "config.json").read_text())
-
-
 def read_run(folder: Path) -> Run:
     """A run, finished or not."""
-    config = read_config(folder)
+    config = json.loads((folder / "config.json").read_text())
     args = config["args"] | {"script": Path(config["script"]).stem}
     if args["script"] == "p3o_tokens":
         raise ValueError(f"{folder}: results/p3o_tokens/figure.py draws runs of p3o_tokens.py")
-    algorithm = args["script"].partition("_")[0].upper()
-    if algorithm not in ("PPO", "P3O"):
-        algorithm = "PQN"  # of gns_baseline.py and the examples, too
+    algorithm = "PPO" if args["script"].startswith("ppo_") else "PQN"
     arm = f"{algorithm}, L = {args['num_steps']}"
     if args["adapt_rollout"]:
-        by_noise = args["script"] == "gns_baseline" and args.get("signal") != "bd"
-        arm = f"{algorithm} with {'noise scale' if by_noise else 'ABS'}"
-        if by_noise:
+        arm = f"{algorithm} with ABS"
+        if args["script"] == "gns_baseline":
+            arm = "PQN with noise scale"
             args |= {"delta_min": None, "delta_max": None}  # δ is measured, but drives nothing
     columns = read_columns(folder / "metrics.csv")
     signal = KL if KL in columns else DIVERGENCE
@@ -141,11 +122,8 @@ def finish_axis(axis: plt.Axes, runs: list[Run], column: str) -> None:
     for end, limit in limits:
         if limit is not None:  # the noise scale has none for δ
             axis.axhline(limit, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
-            look = {"fontsize": 9, "color": "0.3", "transform": axis.get_yaxis_transform()}
-            look |= {"ha": "left", "va": "top"} if end == "min" else {"ha": "right", "va": "bottom"}
-            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-            x = 0.005 if end == "min" else 0.995  # names are where curves seldom are
-            axis.text(x, limit, f"${symbol}_\\{end}$ = {limit:g}", **look)
+            look = {"fontsize": 8, "color": "0.3", "transform": axis.get_yaxis_transform()}
+            axis.text(1.01, limit, f"${symbol}_\\{end}$\n{limit:g}", va="center", **look)
     axis.autoscale_view(scalex=False)  # axhline does not widen a view that a limit is in
 
 
@@ -176,37 +154,23 @@ def draw(runs: list[Run], also: tuple[str, ...] = ()) -> plt.Figure:
     return figure
 
 
-@contextmanager
-def replacing(path: Path):
-    """A path to write to, which then replaces this one: on a full disk, what was there stays."""
-    beside = path.with_name(f"tmp-{path.name}")
-    try:
-        yield beside
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def save(figure: plt.Figure, path: Path) -> None:
-    with replacing(path) as beside:
-        figure.savefig(beside, dpi=160)
-        plt.close(figure)
-        if path.suffix == ".png":  # with 128 colours it has a third of the size
-            image = Image.open(beside).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-            image.save(beside, optimize=True)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+    if path.suffix == ".png":  # with 128 colours it has a third of the size
+        image = Image.open(path).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        image.save(path, optimize=True)
 
 
 def main(args: Args) -> None:
     if not args.runs:
         raise ValueError("name at least one run's folder")
-    out = args.out or args.runs[0] / "plot.png"
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--out {out}: it must end in .png, .svg or .pdf")
     runs = [read_run(folder) for folder in args.runs]
     for run in runs:
         for column in args.also:
             if column not in run.columns:
                 raise ValueError(f"--also {column}: {run.folder} has only {', '.join(run.columns)}")
+    out = args.out or args.runs[0] / "plot.png"
     save(draw(runs, args.also), out)
     print(out)
 
@@ -214,5 +178,5 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (OSError, ValueError) as error:  # a folder that holds no run, a full disk
-        fail(error)
+    except (OSError, ValueError) as error:  # a folder that holds no run, a wrong --out
+        sys.exit(f"plot.py: {error}")

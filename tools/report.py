@@ -238,7 +238,7 @@ def holm(ps: list[float]) -> list[float]:
 
 def write(path: Path, rows: list[dict]) -> str:
     """Write a .csv, numbers with six digits; returns a table in Markdown, with four."""
-    with plot.replacing(path) as beside, beside.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(rows[0])
         for row in rows:
@@ -346,7 +346,7 @@ def draw_games(study: Study, out: Path) -> None:
 
 
 def draw_headline(study: Study, out: Path) -> list[dict]:
-    """Return and L over all games; returns the rows of the scores over all games."""
+    """Return and L over all games; returns the rows of the scores over several games."""
     fixed = [arm for arm in study.arms if not study.run(arm).args["adapt_rollout"]]
     reference = [*fixed, *study.arms][0]
     level = study.scores[reference].mean(axis=1)[:, None]
@@ -358,7 +358,7 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
     returns, lengths, rows = {}, {}, []
     for arm in study.arms:
         lengths[arm] = with_spread(study, mean, study.curves(arm, LENGTH))
-        if usable.any():
+        if usable.sum() > 1:
             scores = study.scores[arm][usable] / level[usable]
             curves = study.curves(arm, RETURN)[:, usable] / level[usable]
             returns[arm] = with_spread(study, interquartile_mean, curves)
@@ -368,8 +368,7 @@ def draw_headline(study: Study, out: Path) -> list[dict]:
             rows.append(row)
     panels = [("Mean rollout length", LENGTH, lengths)]
     if returns:
-        games = "1 game" if usable.sum() == 1 else f"{usable.sum()} games"
-        title = f"Interquartile mean of {games}; {unit}"
+        title = f"Interquartile mean of {usable.sum()} games; {unit}"
         panels.insert(0, (title, RELATIVE, returns))
     draw(study, out / "headline.png", panels, columns=1)
     return rows
@@ -394,5 +393,5 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (OSError, ValueError) as error:  # a folder that holds no run, a full disk
-        plot.fail(error)
+    except (OSError, ValueError) as error:  # a folder that holds no run
+        sys.exit(f"report.py: {error}")

@@ -10,7 +10,6 @@ Samples go to stdout as CSV, and a table of them to stderr.
 
 import random
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,18 +54,14 @@ def measure(commands, args):
 
 
 def main(args):
-    if args.repeats < 1 or not 0 < args.short < args.long:
-        raise ValueError("--repeats must be at least 1, and --short less than --long")
     with tempfile.TemporaryDirectory() as folder:
         own = f"--no-adapt-rollout --runs-dir {folder} --total-timesteps {{steps}}"
         commands = {"pqn_abs.py": [sys.executable, str(SCRIPT), *own.split()]}
         for text in args.peer:
             name, _, words = text.partition("=")
-            if not (name.strip() and words.strip()) or name in commands:
-                raise ValueError(f"{text!r}: it must be NAME=COMMAND, each name once")
+            if "{steps}" not in words:
+                raise ValueError(f"{text!r}: it must be NAME=COMMAND, with {{steps}} in COMMAND")
             commands[name] = shlex.split(words)
-            if "{steps}" not in words or not shutil.which(commands[name][0]):
-                raise ValueError(f"{text!r}: COMMAND must be a program's, with {{steps}} in it")
         speeds = {name: [] for name in commands}
         print("name,steps_per_second", flush=True)
         for name, speed in measure(commands, args):
@@ -84,5 +79,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except (OSError, ValueError) as error:  # no such command, torn quotation marks
-        print(f"speed.py: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        sys.exit(f"speed.py: {error}")

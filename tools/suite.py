@@ -114,16 +114,13 @@ def play(folder, words) -> None:
 
 
 def main(args) -> int:
-    if args.jobs < 1:
-        raise ValueError(f"--jobs {args.jobs}: it must be at least 1")
     runs = list_runs(args)
     left = {folder: words for folder, words in runs.items() if not is_done(folder)}
     with ThreadPoolExecutor(args.jobs) as pool:
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         print(f"runs: {len(runs)}, left: {len(left)}, at once: {args.jobs}", flush=True)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, lambda *received: signals.append(received))
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *received: signals.append(received))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
         os.environ["PYTHONUNBUFFERED"] = "1"  # logs keep the order of what is said
         list(pool.map(play, left.keys(), left.values()))
@@ -132,7 +129,6 @@ def main(args) -> int:
 
 if __name__ == "__main__":
     try:
-        raise SystemExit(main(tyro.cli(Args, description=__doc__)))
+        sys.exit(main(tyro.cli(Args, description=__doc__)))
     except (OSError, ValueError) as error:  # a bad folder, a quotation mark alone in --arms
-        print(f"suite.py: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        sys.exit(f"suite.py: {error}")

@@ -3,11 +3,11 @@
     python tools/watch.py runs/<run> --episodes 100             scores of 100 games, greedy actions
     python tools/watch.py runs/<run> --episodes 1 --video game.gif
 
-Game and network are those of the script that made the run, any of this repository but
-p3o_tokens.py. Scores are not clipped. Games are whole: where a lost life ended an episode in
-training, FIRE follows it, and the game goes on. An agent of --no-episodic-life may wait for FIRE
-until the time limit. How many games each of the parallel environments plays is fixed beforehand:
-the first to end would be the short ones.
+Game and network are those of the script that made the run. A script that is not in this repository
+is run as the copy in the run's folder. p3o_tokens.py has no games. Scores are not clipped, and
+games are whole, although a lost life ends the learner's episode. An agent of --no-episodic-life may
+wait for FIRE until the time limit. How many games each of the parallel environments plays is fixed
+beforehand: the first to end would be the short ones.
 
 The video shows the first environment's first game, up to a minute of it. On Linux without a
 screen, MuJoCo draws with MUJOCO_GL=egl; where that fails, set MUJOCO_GL=osmesa.
@@ -30,9 +30,6 @@ from gymnasium.vector import AutoresetMode
 from PIL import Image
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tools import plot
-
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_SECOND = 15  # of a video, as the console plays: 60 frames a second, 4 a step
 LONGEST = 60 * STEPS_PER_SECOND  # steps of a video
@@ -46,53 +43,55 @@ class Args:
     video: Path | None = None  # a .gif
 
 
-def find_parts(name: str) -> dict:
-    """The names in the script of this name; those that it lacks, of the script that it imports."""
-    for folder in (ROOT, ROOT / "examples", *ROOT.glob("results/*")):
-        if Path(name).name == name and (folder / name).is_file():
+def find_parts(script: str, run: Path) -> dict:
+    """The names in a script; those that it lacks, of the script that it imports."""
+    for folder in (ROOT, ROOT / "examples", *ROOT.glob("results/*"), run.resolve()):
+        if (folder / f"{script}.py").is_file():
             sys.path[:0] = [str(folder), str(ROOT)]
-            parts = vars(importlib.import_module(Path(name).stem))
+            parts = vars(importlib.import_module(script))
             for path in ROOT.glob("*.py"):
                 if path.stem in parts:
                     parts = vars(parts[path.stem]) | parts
             return parts
-    raise ValueError(f"there is no {name} in {ROOT.name}, examples or results")
+    raise ValueError(f"there is no {script}.py in this repository, nor in {run}")
 
 
 def load_run(args):
     """Its environments, what acts in them, and what is filmed. Prints which agent it is."""
-    config = plot.read_config(args.run)
-    parts = find_parts(config["script"])
+    config = json.loads((args.run / "config.json").read_text())
+    script = Path(config["script"]).stem  # earlier runs have the .py, too
+    parts = find_parts(script, args.run)
     if "make_envs" not in parts:
-        raise ValueError(f"a run of {config['script']}, which has no environments")
-    try:
-        run = parts["Args"](**config["args"])
-    except TypeError:
-        wrong = f"its options are not those of this {config['script']}, but of an earlier one"
-        raise ValueError(f"{args.run}: {wrong}, or of another script of that name") from None
+        raise ValueError(f"a run of {script}.py, which has no environments")
+    run = parts["Args"](**config["args"])
     checkpoint = torch.load(args.run / "checkpoint.pt", map_location="cpu", weights_only=True)
-    agent = {"script": config["script"], "env_id": run.env_id, "seed": run.seed}
+    agent = {"script": script, "env_id": run.env_id, "seed": run.seed}
     agent |= {"global_step": checkpoint["global_step"], "adapt_rollout": run.adapt_rollout}
     print(json.dumps(agent), flush=True)
+    if checkpoint.get("iteration") == 1:
+        print("this is a run's first checkpoint: its policy has hardly learned", file=sys.stderr)
     run.num_envs = min(10, args.episodes)  # that play in parallel
+    run.device = "cpu"
     envs = parts["make_envs"](run)
-    sizes = [run.size] if hasattr(run, "size") else []  # pqn_abs_xl.py
-    network = parts.get("ActorCritic", parts.get("QNetwork"))(envs, *sizes).eval()
+    if "RecordEpisodeStatistics" not in repr(envs):  # no game would ever count as over
+        raise ValueError(f"make_envs of {script}.py lacks RecordEpisodeStatistics")
+    network = parts.get("ActorCritic", parts.get("QNetwork"))(envs, run)
     network.load_state_dict(checkpoint["network"])
     normalizer = None
     if "observations" in checkpoint:  # ppo_abs_continuous.py scales by moments, frozen here
         normalizer = parts["Normalizer"](envs, run.gamma)
         normalizer.observations.load_state_dict(checkpoint["observations"])
     act = make_actor(envs.single_action_space, network, normalizer)
+    filmed = None
     if args.video and isinstance(envs.unwrapped, AtariVectorEnv):
-        return envs, act, atari_in_colour(run.env_id)
-    return envs, act, None
+        filmed = atari_in_colour(run, parts, envs)
+    return envs, act, filmed
 
 
-def atari_in_colour(env_id):
+def atari_in_colour(run, parts, envs):
     """One game at the console's resolution. With the same seed and actions it goes the same way."""
-    spec = gymnasium.spec(env_id)
-    return AtariVectorEnv(
+    spec = gymnasium.spec(run.env_id)
+    filmed = AtariVectorEnv(
         spec.kwargs["game"],
         1,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
@@ -102,6 +101,7 @@ def atari_in_colour(env_id):
         img_width=160,
         stack_num=1,
     )
+    return parts["EpisodicLife"](filmed, envs.fire_action) if run.episodic_life else filmed
 
 
 def make_actor(space, network, normalizer=None):
@@ -111,12 +111,12 @@ def make_actor(space, network, normalizer=None):
     def act(observations):
         if normalizer:
             observations = normalizer.scale(observations)
-        scores = network(torch.tensor(observations))
-        if isinstance(scores, tuple):  # an actor-critic's logits or means, and its values
-            scores = scores[0]
+        output = network(torch.tensor(observations))
+        if isinstance(output, tuple):  # an actor-critic's logits or Gaussian policy, and its values
+            output = output[0]
         if isinstance(space, Discrete):
-            return scores.argmax(-1).numpy()
-        return scores.numpy().clip(space.low, space.high)
+            return output.argmax(1).numpy()
+        return output.mean.numpy().clip(space.low, space.high)
 
     return act
 
@@ -142,7 +142,6 @@ def play(envs, act, args, film=None, filmed=None) -> list[float]:
     scores = []
     observations, _ = envs.reset(seed=1)
     screen = filmed.reset(seed=1)[0] if filmed else None
-    score = np.zeros(num_envs)
     frames_left = 0 if film is None else LONGEST
     with tqdm(total=args.episodes, unit="game") as bar:
         while len(scores) < args.episodes:
@@ -150,46 +149,41 @@ def play(envs, act, args, film=None, filmed=None) -> list[float]:
                 film.append(picture(envs, screen))
                 frames_left -= 1
             actions = act(observations)
-            observations, reward, terminated, truncated, info = envs.step(actions)
+            observations, _, _, _, info = envs.step(actions)
             if filmed:
-                screen = filmed.step(info.get("executed_actions", actions)[:1])[0]
-            score += reward
-            ended = info.get("game_over", terminated | truncated)  # not where a life was lost
-            for i in np.flatnonzero(ended):
+                screen = filmed.step(actions[:1])[0]
+            if "episode" not in info:
+                continue
+            for i in np.flatnonzero(info["_episode"]):  # whole games, not lives
                 if planned[i] > 0:
                     planned[i] -= 1
-                    scores.append(float(score[i]))
+                    scores.append(float(info["episode"]["r"][i]))
                     bar.update()
-            if ended[0]:
+            if info["_episode"][0]:
                 frames_left = 0
-            score[ended] = 0
     return scores
 
 
 def main(args):
     if args.episodes < 1 or (args.video and args.video.suffix != ".gif"):
         raise ValueError("--episodes must be at least 1, and --video end in .gif")
-    if args.video:
-        if not args.video.parent.is_dir():
-            raise ValueError(f"--video {args.video}: there is no such folder")
-        if sys.platform == "linux" and "DISPLAY" not in os.environ:
-            os.environ.setdefault("MUJOCO_GL", "egl")
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")
     envs, act, filmed = load_run(args)
     film = [] if args.video else None
     scores = np.array(play(envs, act, args, film, filmed))
-    if args.video:
-        first, *others = map(Image.fromarray, film)
-        look = {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
-        with plot.replacing(args.video) as beside:
-            first.save(beside, save_all=True, append_images=others, **look)
-        print(args.video)
     games = "1 game" if len(scores) == 1 else f"{len(scores)} games"
     text = f"{games}: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}"
     print(f"{text}, min {scores.min():g}, max {scores.max():g}")
+    if args.video:
+        first, *others = map(Image.fromarray, film)
+        look = {"duration": 1000 / STEPS_PER_SECOND, "loop": 0}
+        first.save(args.video, save_all=True, append_images=others, **look)
+        print(args.video)
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (OSError, ValueError, ImportError) as error:  # no run, bad options, a missing game
-        plot.fail(error)
+    except (OSError, ValueError, ImportError, gymnasium.error.Error) as error:  # no run, no game
+        sys.exit(f"watch.py: {error}")
