@@ -505,7 +505,8 @@ class Run(AbstractContextManager):
             signal.signal(number, handler)
         if kind is None and self.counters:
             self.save()
-        self.bar.close()
+        with suppress(OSError):  # a closed terminal
+            self.bar.close()
         self.metrics.close()
         self.lock.release()
         if self.wandb:

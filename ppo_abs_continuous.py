@@ -149,7 +149,10 @@ def make_envs(args: Args):
     info["episode"], with the scores of whole games. Environments of your own must do both.
     """
     makers = [lambda: gymnasium.make(args.env_id)] * args.num_envs
-    return RecordEpisodeStatistics(SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP))
+    envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    if not isinstance(envs.single_action_space, gymnasium.spaces.Box):
+        raise gymnasium.error.Error(f"{args.env_id}: its actions are not continuous")
+    return RecordEpisodeStatistics(envs)
 
 
 class RunningMoments(RunningMeanStd):
@@ -545,7 +548,8 @@ class Run(AbstractContextManager):
             signal.signal(number, handler)
         if kind is None and self.counters:
             self.save()
-        self.bar.close()
+        with suppress(OSError):  # a closed terminal
+            self.bar.close()
         self.metrics.close()
         self.lock.release()
         if self.wandb:
