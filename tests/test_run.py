@@ -536,13 +536,6 @@ def test_a_wrong_argument_gets_no_traceback(launch, words):
     assert status == 2 and words[0] in errors
 
 
-def test_help_names_every_option():
-    """Guards the help text."""
-    text, _ = end_of(start(ROOT / "pqn_abs.py", "--help"))
-    for name in vars(pqn_abs.Args()):
-        assert f"--{name.replace('_', '-')}" in text
-
-
 def test_defaults_are_the_papers():
     """Guards the paper's table; only episodic_life is another, so that games go on."""
     args = vars(pqn_abs.Args())
