@@ -333,7 +333,7 @@ def main(args, *, CausalTransformer=CausalTransformer, rollout_length=rollout_le
                         beta=args.beta,
                     )
 
-            # 4. Log and save. Evaluate first and last, and in between every eval_frequency times.
+            # 4. Log and save. Evaluate every eval_frequency iterations, and at the end.
             greedy_accuracy = sampled_accuracy = None
             is_last = global_step >= args.total_timesteps
             if is_last or (iteration - 1) % args.eval_frequency == 0:
@@ -517,8 +517,8 @@ def launch(Args=Args, **parts):
     """The command line. The parts, by name, are those that main takes."""
     if sys.platform == "linux":
         # Keep freed memory instead of returning it to the system: up to 1.8 times as fast on a CPU.
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX = 0: no block of memory of its own
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: its largest value
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX is 0
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD is the largest number
     # A resumed run's arguments are the defaults of the command line. So --resume is read first.
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--resume")

@@ -594,7 +594,7 @@ class Follower(AbstractContextManager):
     """Run's place in all processes but the first, which alone has files."""
 
     def __init__(self):
-        self.scores = deque(maxlen=0)  # the log has the first process's
+        self.scores = deque(maxlen=0)  # only the first process logs
         self.interrupted = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.interrupt)
