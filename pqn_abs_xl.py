@@ -157,8 +157,9 @@ class QNetwork(nn.Module):
         self.head = layer_init(nn.Linear(512, int(envs.single_action_space.n)))
 
     def forward(self, frames):
+        dtype = torch.bfloat16 if self.bfloat16 else torch.float32  # both hold 0 to 255 exactly
         with torch.autocast(frames.device.type, torch.bfloat16, enabled=self.bfloat16):
-            x_0 = self.body(frames / 255).float()  # so the blocks add up in float32
+            x_0 = self.body(frames.to(dtype) / 255).float()  # so the blocks add up in float32
             x = x_0
             for block in self.blocks:
                 x = x + block(x) + x_0
@@ -461,10 +462,8 @@ def uses_bfloat16(args) -> bool:
         return {"float32": False, "bfloat16": True}[args.precision]
     if args.device.startswith("cuda"):
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if args.device == "cpu":
-        features = torch.cpu.get_capabilities()
-        return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
-    return False
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 class Run(AbstractContextManager):
