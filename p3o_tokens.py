@@ -233,9 +233,7 @@ def effective_sample_size(log_ratios):
     return ratios.sum().square() / (len(ratios) * ratios.square().sum())
 
 
-def rollout_length(
-    divergence, length, *, rollout_min, rollout_max, delta_min, delta_max, beta
-) -> float:
+def rollout_length(divergence, length, *, rollout_min, rollout_max, delta_min, delta_max, beta):
     """The next L, a real number of steps, from δ and the current L [ABS, Eq. 4].
 
     δ at or below delta_min asks for rollout_max steps, δ at or above delta_max for rollout_min.
@@ -434,8 +432,7 @@ class Run(AbstractContextManager):
             self.wandb.define_metric("*", step_metric="global_step")
             self.wandb_id = self.wandb.id
 
-        text = json.dumps(config, indent=2, default=str)
-        (self.folder / "config.tmp").write_text(text + "\n")
+        (self.folder / "config.tmp").write_text(json.dumps(config, indent=2, default=str) + "\n")
         os.replace(self.folder / "config.tmp", self.folder / "config.json")  # whole, or not at all
         table = self.folder / "metrics.csv"
         table.touch()
