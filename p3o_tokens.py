@@ -99,7 +99,7 @@ class Args:
     delta_max: float = 2e-2  # [δ_max] at this KL divergence or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L; the value is from the code of ABS's author
 
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1 ...
     runs_dir: str = "runs"  # where the run's folder is created
     run_name: str | None = None  # the folder's name; by default task, script, seed and time
     checkpoint_every: float = 300.0  # seconds between checkpoints

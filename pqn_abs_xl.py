@@ -95,10 +95,10 @@ class Args:
     delta_min: float = 0.05  # [δ_min] at this δ or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this δ or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L; the value is from the ABS author's code
-    reference_states: int = 2048  # [M] states of the rollout that δ is measured on; all, if fewer
+    reference_states: int = 2048  # [M] states to measure δ on; from the author's code, too
     scale_epochs: bool = False  # where L > 32, make N_epochs * L // 32 passes
 
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1 ...
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of all layers but the last; auto: bfloat16 where the hardware supports it"""
     runs_dir: str = "runs"  # where the run's folder is created

@@ -30,6 +30,7 @@ class Args(pqn_abs.Args):
     """PQN with Adaptive Batch Scaling on MinAtar."""
 
     env_id: Literal["asterix", "breakout", "freeway", "seaquest", "space_invaders"] = "breakout"
+    """one of MinAtar's games"""
     total_timesteps: int = 1_000_000  # [T_total] steps in all environments
     num_envs: int = 32  # [E] environments in parallel
     learning_rate: float = 1e-3  # learning rate of RAdam
