@@ -234,9 +234,9 @@ def effective_sample_size(log_ratios):
 
 
 def rollout_length(divergence, length, *, rollout_min, rollout_max, delta_min, delta_max, beta):
-    """The next L, a real number of steps, from δ and the current L [ABS, Eq. 4].
+    """The next L, a real number, from δ and the current L [ABS, Eq. 4].
 
-    δ at or below delta_min asks for rollout_max steps, δ at or above delta_max for rollout_min.
+    δ at or below delta_min asks for rollout_max, δ at or above delta_max for rollout_min.
     """
     clipped = min(max(divergence, delta_min), delta_max)
     alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
@@ -392,7 +392,7 @@ class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
     def __init__(self, args, parts):
-        """Save the parts that have a state_dict, and load them if the run is resumed."""
+        """Open the folder. Parts with a state_dict are in checkpoints; a resumed run loads them."""
         script = Path(sys.argv[0]).stem
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-")
         self.folder = Path(args.runs_dir, args.run_name or name)

@@ -69,7 +69,7 @@ class Args:
 
     env_id: str = "HalfCheetah-v5"  # a Gymnasium environment; observations and actions are vectors
     seed: int = 1  # seed of the network, the sampled actions and the environments
-    total_timesteps: int = 1_000_000  # [T_total] steps in all environments
+    total_timesteps: int = 1_000_000  # [T_total] steps in all environments; the author's: 5 million
     num_envs: int = 1  # [E] environments, which take their steps one after the other
     learning_rate: float = 3e-4  # learning rate of Adam
     anneal_lr: bool = True  # lower the learning rate linearly to 0 at total_timesteps
@@ -240,9 +240,9 @@ def mean_kl_divergence(network, old_network, states) -> float:
 
 
 def rollout_length(divergence, length, *, rollout_min, rollout_max, delta_min, delta_max, beta):
-    """The next L, a real number of steps, from δ and the current L [ABS, Eq. 4].
+    """The next L, a real number, from δ and the current L [ABS, Eq. 4].
 
-    δ at or below delta_min asks for rollout_max steps, δ at or above delta_max for rollout_min.
+    δ at or below delta_min asks for rollout_max, δ at or above delta_max for rollout_min.
     """
     clipped = min(max(divergence, delta_min), delta_max)
     alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
@@ -435,7 +435,7 @@ class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
     def __init__(self, args, parts):
-        """Save the parts that have a state_dict, and load them if the run is resumed."""
+        """Open the folder. Parts with a state_dict are in checkpoints; a resumed run loads them."""
         script = Path(sys.argv[0]).stem
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-")
         self.folder = Path(args.runs_dir, args.run_name or name)

@@ -19,7 +19,8 @@ greedy action. θ_old is the network before these updates, and θ the one after 
     L  ← (1 - β) L + β L'
 
 The network is a CNN and a linear layer, whose output is x_0. Then come n residual blocks f_k, each
-of which adds x_0 again, and one more linear layer [SG, Stable Gradients: arXiv 2506.15544]:
+of which adds x_0 again, one more linear layer, and the one that gives the Q-values [SG, Stable
+Gradients: arXiv 2506.15544]:
 
     x_{k+1} = x_k + f_k(x_k) + x_0
 
@@ -95,7 +96,7 @@ class Args:
     delta_min: float = 0.05  # [δ_min] at this δ or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this δ or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L; the value is from the ABS author's code
-    reference_states: int = 2048  # [M] states to measure δ on; from the author's code, too
+    reference_states: int = 2048  # [M] states to measure δ on, in each process; the author's
     scale_epochs: bool = False  # where L > 32, make N_epochs * L // 32 passes
 
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1 ...
@@ -198,8 +199,8 @@ def make_envs(args: Args):
     """A vector of args.num_envs copies of an Atari game; a step is 4 frames of the game.
 
     Observations are uint8 (E, 4, 84, 84): the last 4 steps' grey frames. Rewards are points.
-    AtariVectorEnv starts a game with FIRE, if it has it, and up to 29 no-ops, so that games differ.
-    It truncates a game after 108,000 frames.
+    AtariVectorEnv starts a game with FIRE, if it has it, and a random number of no-ops, so that
+    games differ. It truncates a game after 108,000 frames.
 
     Autoreset is same-step: where a game ends, step() returns the next game's first observation, and
     info["final_obs"] has the last one of the game that ended. RecordEpisodeStatistics adds
@@ -255,9 +256,9 @@ def behavioral_divergence(network, old_network, states) -> float:
 
 
 def rollout_length(divergence, length, *, rollout_min, rollout_max, delta_min, delta_max, beta):
-    """The next L, a real number of steps, from δ and the current L [ABS, Eq. 4].
+    """The next L, a real number, from δ and the current L [ABS, Eq. 4].
 
-    δ at or below delta_min asks for rollout_max steps, δ at or above delta_max for rollout_min.
+    δ at or below delta_min asks for rollout_max, δ at or above delta_max for rollout_min.
     """
     clipped = min(max(divergence, delta_min), delta_max)
     alpha = math.log(clipped / delta_min) / math.log(delta_max / delta_min)
@@ -468,7 +469,7 @@ class Run(AbstractContextManager):
     """A run's folder (config.json, metrics.csv, checkpoint.pt), progress bar, W&B and Ctrl-C."""
 
     def __init__(self, args, parts):
-        """Save the parts that have a state_dict, and load them if the run is resumed."""
+        """Open the folder. Parts with a state_dict are in checkpoints; a resumed run loads them."""
         script = Path(sys.argv[0]).stem
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-")
         self.folder = Path(args.runs_dir, args.run_name or name)

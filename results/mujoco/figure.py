@@ -76,7 +76,7 @@ def draw():
         if found := sorted((HERE / "runs").glob(f"{arm}__*/")):
             folders += found
             labels.append(f"*/{arm}__*={name}")
-    study = report.read_study(report.Args(runs=tuple(folders), label=tuple(labels)))
+    study = report.read_study(report.Args(runs=tuple(folders), label=(tuple(labels),)))
     panels = []
     for column in (plot.RETURN, plot.KL, plot.LENGTH):
         for place, game in enumerate(study.games):
