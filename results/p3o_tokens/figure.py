@@ -21,6 +21,7 @@ CONDITIONS = {
     "temperature2": "sampler at temperature 2",
     "lag16slow": "16 late, learning rate 3e-4",
 }
+OTHERS = {"abs": "fresh, --adapt-batch", "rewritten": "16 updates late, at 401b9ba"}  # not drawn
 LOSSES = ("p3o", "ppo", "grpo")
 METRICS = {
     "charts/greedy_accuracy": "Greedy accuracy\n(share of problems)",
@@ -84,7 +85,7 @@ def print_table():
         "| condition | loss | greedy | sampled | mean greedy | ESS | 1 - ESS | capped | clipped |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    for condition, title in [*CONDITIONS.items(), ("abs", "fresh, --adapt-batch")]:
+    for condition, title in (CONDITIONS | OTHERS).items():
         for loss in LOSSES:
             runs = runs_of(condition, loss)
             if not runs:
