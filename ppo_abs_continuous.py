@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11,<2.15", "gymnasium[mujoco]>=1.4", "numpy>=2.0", "tyro>=1.0.17",
-#     "wandb>=0.25", "tqdm>=4.67", "filelock>=3.20"]
+#     "wandb>=0.25", "tqdm>=4.67", "filelock>=3.24"]
 # ///
 """PPO with Adaptive Batch Scaling (ABS), for continuous actions (MuJoCo), in one file.
 
@@ -32,8 +32,7 @@ Plain PPO, with L = 2,048 throughout:
     OMP_NUM_THREADS=1 python ppo_abs_continuous.py --no-adapt-rollout
 Continue a run after Ctrl-C or a crash:
     OMP_NUM_THREADS=1 python ppo_abs_continuous.py --resume runs/...
-Your own environment, network or rule for L: pass make_envs, ActorCritic or rollout_length to
-launch().
+Your own environment, network or rule for L: pass it to launch(); see examples/ and docs/usage.md.
 """
 
 import argparse
@@ -416,9 +415,7 @@ def check_args(args):
         raise ValueError("--burn-in must be at most --divergence-window")
     shortest = args.rollout_min if args.adapt_rollout else args.num_steps
     if 2 * args.num_minibatches > round(shortest / args.num_envs) * args.num_envs:
-        raise ValueError(
-            "--num-minibatches must be at most half the samples of the shortest rollout"
-        )
+        raise ValueError("--num-minibatches must be at most half the shortest rollout's samples")
 
 
 def check_policy(args, envs, policy, values):
@@ -443,8 +440,7 @@ class Run(AbstractContextManager):
             self.folder = Path(args.resume)
         self.folder.mkdir(parents=True, exist_ok=bool(args.resume))
         self.lock = FileLock(self.folder / "lock", blocking=False)
-        with suppress(NotImplementedError):  # some file systems have no locks
-            self.lock.acquire()  # raises Timeout if another process is at work on the run
+        self.lock.acquire()  # raises Timeout if another process is at work on the run
         self.saved = {}  # the checkpoint that a resumed run starts from
         self.counters = {}  # those of the last call of checkpoint()
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11,<2.15", "gymnasium>=1.4", "ale-py>=0.12.1", "numpy>=2.0",
-#     "tyro>=1.0.17", "wandb>=0.25", "tqdm>=4.67", "filelock>=3.20"]
+#     "tyro>=1.0.17", "wandb>=0.25", "tqdm>=4.67", "filelock>=3.24"]
 # ///
 """PQN with Adaptive Batch Scaling (ABS) for larger networks and batches, and several GPUs.
 
@@ -477,8 +477,7 @@ class Run(AbstractContextManager):
             self.folder = Path(args.resume)
         self.folder.mkdir(parents=True, exist_ok=bool(args.resume))
         self.lock = FileLock(self.folder / "lock", blocking=False)
-        with suppress(NotImplementedError):  # some file systems have no locks
-            self.lock.acquire()  # raises Timeout if another process is at work on the run
+        self.lock.acquire()  # raises Timeout if another process is at work on the run
         self.saved = {}  # the checkpoint that a resumed run starts from
         self.counters = {}  # those of the last call of checkpoint()
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
