@@ -395,9 +395,7 @@ class Run(AbstractContextManager):
         """Open the folder. Parts with a state_dict are in checkpoints; a resumed run loads them."""
         script = Path(sys.argv[0]).stem
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-")
-        self.folder = Path(args.runs_dir, args.run_name or name)
-        if args.resume:
-            self.folder = Path(args.resume)
+        self.folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
         self.folder.mkdir(parents=True, exist_ok=bool(args.resume))
         self.lock = FileLock(self.folder / "lock", blocking=False)
         self.lock.acquire()  # raises Timeout if another process is at work on the run

@@ -307,6 +307,12 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
         global_step = run.saved.get("global_step", 0)
         updates = run.saved.get("updates", 0)  # gradient steps
         adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
+        # A resumed run's games begin together, and learning from like games spoils the network.
+        with torch.no_grad():
+            for t in range(1000 if run.saved else 0):  # so it first plays on, until they differ
+                action = q_network(next_obs).argmax(1).cpu().numpy()
+                action[t % num_envs] = t % num_actions  # one game at a time gets another action
+                next_obs = torch.tensor(envs.step(action)[0], device=device)
         # torchrun: where one process is interrupted, all stop after the same iteration.
         while global_step < args.total_timesteps and average(run.interrupted) == 0:
             iteration += 1
@@ -445,12 +451,9 @@ def check_args(args):
 
 def check_parts(args, envs, outputs):
     """Refuse environments or a network of your own from which main would learn the wrong thing."""
-    space = envs.single_action_space
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise ValueError("the environments' autoreset mode must be AutoresetMode.SAME_STEP")
-    if space.start != 0:
-        raise ValueError("the environments' first action must be 0")
-    expected = (args.num_envs, int(space.n))
+    expected = (args.num_envs, int(envs.single_action_space.n))
     if outputs.shape != expected:  # an action that does not exist would hang Atari
         raise ValueError(f"the network must return {expected}, not {tuple(outputs.shape)}")
 
@@ -472,9 +475,7 @@ class Run(AbstractContextManager):
         """Open the folder. Parts with a state_dict are in checkpoints; a resumed run loads them."""
         script = Path(sys.argv[0]).stem
         name = f"{args.env_id}__{script}__{args.seed}__{int(time.time())}".replace("/", "-")
-        self.folder = Path(args.runs_dir, args.run_name or name)
-        if args.resume:
-            self.folder = Path(args.resume)
+        self.folder = Path(args.resume or Path(args.runs_dir, args.run_name or name))
         self.folder.mkdir(parents=True, exist_ok=bool(args.resume))
         self.lock = FileLock(self.folder / "lock", blocking=False)
         self.lock.acquire()  # raises Timeout if another process is at work on the run
