@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, FakeEnvs, SmallNetwork, column
+from helpers import ROOT, FakeEnvs, column, on
 
 import pqn_abs
 
@@ -20,9 +20,8 @@ def test_steps_are_counted_as_they_are_made(tmp_path):
     def run(**names):
         args = pqn_abs.Args(num_envs=4, adapt_frequency=2, runs_dir=str(tmp_path), **names)
         loop = open_loop.OpenLoop(*schedule)
-        envs = open_loop.CountedEnvs(FakeEnvs(4), loop)
-        parts = {"make_envs": lambda args: envs, "QNetwork": SmallNetwork, "rollout_length": loop}
-        return pqn_abs.main(args, **parts) / "metrics.csv"
+        loop.steps_a_unit = args.adapt_frequency * args.num_envs
+        return pqn_abs.main(args, **on(FakeEnvs(4)), rollout_length=loop) / "metrics.csv"
 
     whole = run(run_name="whole", total_timesteps=2500)
     steps, lengths = column(whole, "global_step", int), column(whole, "abs/rollout_length", int)

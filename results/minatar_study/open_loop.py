@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from gymnasium.vector import VectorWrapper
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import minatar_abs
@@ -20,8 +19,10 @@ class OpenLoop:
     def __init__(self, steps, lengths):
         self.schedule = steps, lengths
         self.step = 0  # environment steps so far
+        self.steps_a_unit = None  # those of K iterations with L = 1: K E, which make_envs knows
 
     def __call__(self, divergence, adaptive_length, **limits):
+        self.step += self.steps_a_unit * round(adaptive_length)  # L was the same in K iterations
         return float(np.interp(self.step, *self.schedule))
 
     def state_dict(self):
@@ -31,24 +32,13 @@ class OpenLoop:
         self.step = state["step"]
 
 
-class CountedEnvs(VectorWrapper):
-    """Counts its environments' steps for an OpenLoop."""
-
-    def __init__(self, envs, open_loop):
-        super().__init__(envs)
-        self.open_loop = open_loop
-
-    def step(self, actions):
-        self.open_loop.step += self.num_envs
-        return super().step(actions)
-
-
 SCHEDULE = np.loadtxt(Path(__file__).with_name("schedule.csv"), delimiter=",", skiprows=1)
 open_loop = OpenLoop(*SCHEDULE.T)
 
 
 def make_envs(args):
-    return CountedEnvs(minatar_abs.make_envs(args), open_loop)
+    open_loop.steps_a_unit = args.adapt_frequency * args.num_envs
+    return minatar_abs.make_envs(args)
 
 
 if __name__ == "__main__":
