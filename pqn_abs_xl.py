@@ -307,9 +307,9 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
         global_step = run.saved.get("global_step", 0)
         updates = run.saved.get("updates", 0)  # gradient steps
         adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
-        # A resumed run's games begin together, and learning from like games spoils the network.
+        # All games of a resumed run begin at once. Learning while they are alike spoils the network.
         with torch.no_grad():
-            for t in range(1000 if run.saved else 0):  # so it first plays on, until they differ
+            for t in range(1000 if run.saved else 0):  # so first play until they differ
                 action = q_network(next_obs).argmax(1).cpu().numpy()
                 action[t % num_envs] = t % num_actions  # one game at a time gets another action
                 next_obs = torch.tensor(envs.step(action)[0], device=device)
