@@ -141,7 +141,8 @@ def test_batch_follows_the_averages_of_noise_and_squared_norm(play):
     folder = play(total_timesteps=4000, **options)
     table = folder / "metrics.csv"
     resumed_at = len(rows(table))
-    play(total_timesteps=8000, resume=str(folder), **options)
+    envs = FakeEnvs(4)
+    play(envs, total_timesteps=8000, resume=str(folder), **options)
     noise, squared_norm = (np.array(column(table, f"gns/{x}")) for x in ("noise", "squared_norm"))
     scales, lengths = [], [32]
     for k in range(1, len(noise) + 1):
@@ -150,6 +151,7 @@ def test_batch_follows_the_averages_of_noise_and_squared_norm(play):
         scales.append(weights @ noise[:k] / average if average > 0 else math.nan)
         lengths.append(round(np.clip(scales[-1] // 1, 64, 256) / 4) if average > 0 else 64)
     assert column(table, "abs/rollout_length", int) == lengths[:-1]
+    assert len(envs.steps) == 1000 + sum(lengths[resumed_at:-1])
     shown = [float(row["gns/noise_scale"] or "nan") for row in rows(table)]
     assert shown == pytest.approx(scales, nan_ok=True)
     for part in (slice(resumed_at), slice(resumed_at, None)):  # both had all kinds of averages
