@@ -307,7 +307,7 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
         global_step = run.saved.get("global_step", 0)
         updates = run.saved.get("updates", 0)  # gradient steps
         adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
-        # All games of a resumed run begin at once. Learning while they are alike spoils a network.
+        # A resumed run's games begin at once. Learning while they are alike has spoilt networks.
         with torch.no_grad():
             for t in range(1000 if run.saved else 0):  # so first play until they differ
                 action = q_network(next_obs).argmax(1).cpu().numpy()
