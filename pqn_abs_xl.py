@@ -19,14 +19,14 @@ greedy action. θ_old is the network before these updates, and θ the one after 
     L  ← (1 - β) L + β L'
 
 The network is a CNN and a linear layer, whose output is x_0. Then come n residual blocks f_k, each
-of which adds x_0 again, one more linear layer, and the one that gives the Q-values [SG, Stable
-Gradients: arXiv 2506.15544]:
+of which adds x_0 again. One more linear layer follows, and then the one that gives the Q-values
+[SG, Stable Gradients: arXiv 2506.15544]:
 
     x_{k+1} = x_k + f_k(x_k) + x_0
 
 Started by torchrun, each process plays in E environments of its own. Gradients and δ are averaged
 over the processes, so all have the same network and L. In main, "ABS" marks what PQN alone does not
-have, "torchrun" what differs.
+have, "torchrun" what several processes need.
 
 PQN-L, with 5 blocks, on one GPU; the ABS paper's settings, but a lost life ends an episode:
     python pqn_abs_xl.py --env-id BreakoutNoFrameskip-v4
@@ -96,7 +96,7 @@ class Args:
     delta_min: float = 0.05  # [δ_min] at this δ or less, the policy counts as stable
     delta_max: float = 0.95  # [δ_max] at this δ or more, it counts as volatile
     beta: float = 0.1  # [β] step size of L; the value is from the ABS author's code
-    reference_states: int = 2048  # [M] states to measure δ on, in each process; the author's
+    reference_states: int = 2048  # [M] states of each process to measure δ on; author's code
     scale_epochs: bool = False  # where L > 32, make N_epochs * L // 32 passes
 
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1 ...
@@ -307,11 +307,11 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
         global_step = run.saved.get("global_step", 0)
         updates = run.saved.get("updates", 0)  # gradient steps
         adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
-        # A resumed run's games begin at once. Learning while they are alike has spoilt networks.
+        # A resumed run's games begin together. Learning while they are alike has spoilt networks.
         with torch.no_grad():
             for t in range(1000 if run.saved else 0):  # so first play until they differ
                 action = q_network(next_obs).argmax(1).cpu().numpy()
-                action[t % num_envs] = t % num_actions  # one game at a time gets another action
+                action[t % num_envs] = t % num_actions  # in turn, one game gets a given action
                 next_obs = torch.tensor(envs.step(action)[0], device=device)
         # torchrun: where one process is interrupted, all stop after the same iteration.
         while global_step < args.total_timesteps and average(run.interrupted) == 0:

@@ -44,7 +44,7 @@ class AuthorRules:
         return {"divergences": list(self.divergences)}
 
     def load_state_dict(self, state):
-        self.divergences.extend(state["divergences"])
+        self.divergences = deque(state["divergences"], maxlen=20)
 
 
 if __name__ == "__main__":

@@ -62,9 +62,9 @@ class PPOWithABS(PPO):
         is_measured = self.train_calls % self.adapt_frequency == 0
         if is_measured:
             self.old_policy.load_state_dict(self.policy.state_dict())
-        # SB3 fixes the size of a mini-batch. With ABS, their number is fixed. The last rollout
-        # overshoots, and would make a linear schedule negative.
+        # SB3 fixes the size of a mini-batch. With ABS, their number is fixed.
         self.batch_size = math.ceil(self.n_steps * self.n_envs / self.num_minibatches)
+        # The last rollout overshoots, and would make a linear schedule negative.
         self._current_progress_remaining = max(self._current_progress_remaining, 0.0)
         super().train()
         if is_measured:

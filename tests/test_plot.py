@@ -23,12 +23,10 @@ def close_figures():
     plot.plt.close("all")
 
 
-def make_run(folder, metrics=HEADER + ROWS, config=None, script="pqn_abs.py", **args):
+def make_run(folder, metrics=HEADER + ROWS, script="pqn_abs.py", **args):
     folder.mkdir()
-    config = config or json.dumps({"script": script, "args": ARGS | args})
-    (folder / "config.json").write_text(config)
-    if metrics is not None:
-        (folder / "metrics.csv").write_text(metrics)
+    (folder / "config.json").write_text(json.dumps({"script": script, "args": ARGS | args}))
+    (folder / "metrics.csv").write_text(metrics)
     return folder
 
 
@@ -98,7 +96,7 @@ def test_kl_is_drawn_where_it_drives_l(tmp_path):
 
 
 def test_where_noise_drives_l_delta_has_no_limits(tmp_path):
-    figure = plot.draw([plot.read_run(make_run(tmp_path / "a", script="gns_baseline.py"))])
+    figure = plot.draw([plot.read_run(make_run(tmp_path / "a", micro_batches=16))])
     assert not limits_of(figure.axes[1]) and limits_of(figure.axes[2]) == {16, 64}
 
 
@@ -130,13 +128,14 @@ def test_a_run_in_progress_is_drawn(tmp_path):
         ("pqn_abs", {}, "PQN with ABS"),
         ("pqn_abs.py", {"adapt_rollout": False, "num_steps": 48}, "PQN, L = 48"),
         ("ppo_abs", {"adapt_rollout": False}, "PPO, L = 32"),
-        ("gns_baseline", {}, "PQN with noise scale"),
-        ("ppo_abs_continuous.py", {}, "PPO with ABS"),
+        ("my_own_gns", {"micro_batches": 16}, "PQN with noise scale"),
+        ("my_own_ppo", {}, "PPO with ABS"),
         ("minatar_abs", {}, "PQN with ABS"),
     ],
 )
 def test_arms_have_names_that_people_use(tmp_path, script, args, arm):
-    run = plot.read_run(make_run(tmp_path / "a", script=script, **args))
+    metrics = (HEADER + ROWS).replace("behavioral", "kl" if "PPO" in arm else "behavioral")
+    run = plot.read_run(make_run(tmp_path / "a", metrics, script=script, **args))
     assert (run.arm, run.game) == (arm, "Space Invaders")
 
 

@@ -4,9 +4,9 @@
     tar xzf results/study/runs.tar.gz -C results/study
 
 The archive holds one folder, named as the archive is. In it each run has its config.json, and of
-metrics.csv all columns but losses and speeds, numbers with six digits. The last row has the seconds
-that the run took. --thin keeps only the rows in which the divergence was measured, and the last
-one. The same runs give the same archive.
+metrics.csv all columns but losses, speeds, ε and batch sizes, numbers with six digits. The last row
+has the seconds that the run took. --thin keeps only the rows in which the divergence was measured,
+and the last one. The same runs give the same archive.
 """
 
 import csv

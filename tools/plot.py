@@ -51,7 +51,7 @@ class Run:
     columns: dict[str, np.ndarray]  # of metrics.csv; NaN where nothing was measured
     game: str  # Space Invaders
     arm: str  # PQN with ABS
-    signal: str  # the column that drives L
+    signal: str  # the column of its δ
 
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
@@ -79,15 +79,15 @@ def read_run(folder: Path) -> Run:
     args = config["args"] | {"script": Path(config["script"]).stem}
     if args["script"] == "p3o_tokens":
         raise ValueError(f"{folder}: results/p3o_tokens/figure.py draws runs of p3o_tokens.py")
-    algorithm = "PPO" if args["script"].startswith("ppo_") else "PQN"
+    columns = read_columns(folder / "metrics.csv")
+    signal = KL if KL in columns else DIVERGENCE
+    algorithm = "PPO" if signal == KL else "PQN"
     arm = f"{algorithm}, L = {args['num_steps']}"
     if args["adapt_rollout"]:
         arm = f"{algorithm} with ABS"
-        if args["script"] == "gns_baseline":
+        if "micro_batches" in args:  # gns_baseline.py
             arm = "PQN with noise scale"
             args |= {"delta_min": None, "delta_max": None}  # δ is measured, but drives nothing
-    columns = read_columns(folder / "metrics.csv")
-    signal = KL if KL in columns else DIVERGENCE
     return Run(folder, args, columns, title(args["env_id"]), arm, signal)
 
 

@@ -8,8 +8,8 @@
     python tools/report.py runs/study --label "*/open_*=Open loop" \\
         --contrast "PQN with ABS" "PQN, L = 48" --contrast "PQN with ABS" "Open loop"
 
-Folders are searched for runs. Options name a run's arm, "PQN with ABS" or "PQN, L = 32"; --label
-"GLOB=NAME" names that of runs whose folder's path matches GLOB, where * matches / too.
+Folders are searched for runs. A run's options name its arm, "PQN with ABS" or "PQN, L = 32".
+--label "GLOB=NAME" names that of runs whose folder's path matches GLOB, where * matches / too.
 
 A score is the mean return over the last 20% of the samples (--window). A contrast is the difference
 of two arms' mean log scores, shown as ratio - 1 in percent, by game and as the mean over games.
