@@ -268,7 +268,7 @@ def main(args, *, make_envs=make_envs, ActorCritic=ActorCritic, rollout_length=r
         updates = run.saved.get("updates", 0)  # gradient steps
         divergences = deque(run.saved.get("divergences", []), args.divergence_window)  # ABS
         adaptive_length = run.saved.get("adaptive_length", float(args.rollout_min))  # ABS
-        next_obs, _ = envs.reset(seed=torch.randint(2**30, ()).item())  # environment i gets this + i
+        next_obs, _ = envs.reset(seed=torch.randint(2**30, ()).item())  # env i gets this + i
         next_obs = torch.tensor(next_obs)  # scaled by moments that Run may have loaded
         while global_step < args.total_timesteps and not run.interrupted:
             iteration += 1
