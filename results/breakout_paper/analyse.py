@@ -26,6 +26,8 @@ PANELS = {
     "updates": (plot.STEP, UPDATES),
 }
 LABELS = plot.TITLES | {plot.STEP: "Environment steps"}
+# The protocol's last section: where the two runs were interrupted shortly before their end.
+INTERRUPTED = {("fixed32", 1): 18_595_840, ("abs", 1): 18_705_152}
 
 
 def last_values(run, column, axis, places):
@@ -33,8 +35,9 @@ def last_values(run, column, axis, places):
     return [run.columns[column][run.columns[axis] <= place][-1] for place in places]
 
 
-def last_million(run):
-    return run.columns[plot.RETURN][run.columns[plot.STEP] >= 19e6].mean()
+def mean_return(run, first, last):
+    steps = run.columns[plot.STEP]
+    return run.columns[plot.RETURN][(first <= steps) & (steps <= last)].mean()
 
 
 def ratio(run, fixed):
@@ -71,13 +74,20 @@ def main(folder):
             if run.columns[plot.STEP][-1] < run.args["total_timesteps"]:
                 raise SystemExit(f"{path} is not finished")
             runs[arm, int(path.name.rpartition("_")[2])] = run
-    print("| arm, seed | last million | 100 points at | mean δ | mean L | gradient steps | ratio |")
-    print("|---" * 7 + "|")
+    print("| arm, seed | last million | million before the interruption ", end="")
+    print("| 100 points at | mean δ | mean L | gradient steps | ratio |")
+    print("|---" * 8 + "|")
     for (arm, seed), run in runs.items():
         reached = run.columns[plot.RETURN] >= 100  # false where it is NaN
         first = run.columns[plot.STEP][reached.argmax()] if reached.any() else np.nan
         relative = ratio(run, runs["fixed32", seed])
-        cells = [f"{ARMS[arm]}, {seed}", f"{last_million(run):.1f}", f"{first:,.0f}"]
+        cells = [f"{ARMS[arm]}, {seed}", f"{mean_return(run, 19e6, np.inf):.1f}"]
+        if (arm, seed) in INTERRUPTED:
+            last = INTERRUPTED[arm, seed]
+            cells += [f"{mean_return(run, last - 1e6, last):.1f}"]
+        else:
+            cells += [""]
+        cells += [f"{first:,.0f}"]
         cells += [f"{np.nanmean(run.columns[plot.DIVERGENCE]):.3f}"]
         cells += [f"{np.mean(run.columns[plot.LENGTH]):.1f}"]
         cells += [f"{run.columns[UPDATES][-1]:,.0f}", f"{relative:.2f}"]
