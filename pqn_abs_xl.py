@@ -309,9 +309,9 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
         adaptive_length = run.saved.get("adaptive_length", float(args.num_steps))  # ABS
         # A resumed run's games begin together. Learning while they are alike has spoilt networks.
         with torch.no_grad():
-            for t in range(1000 if run.saved else 0):  # so first play until they differ
+            for t in range(3000 if run.saved else 0):  # so first play until they differ
                 action = q_network(next_obs).argmax(1).cpu().numpy()
-                action[t % num_envs] = t % num_actions  # in turn, one game gets a given action
+                action[t % num_envs] = torch.randint(num_actions, ())  # in turn, one acts at random
                 next_obs = torch.tensor(envs.step(action)[0], device=device)
         # torchrun: where one process is interrupted, all stop after the same iteration.
         while global_step < args.total_timesteps and average(run.interrupted) == 0:

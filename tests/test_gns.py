@@ -151,7 +151,7 @@ def test_batch_follows_the_averages_of_noise_and_squared_norm(play):
         scales.append(weights @ noise[:k] / average if average > 0 else math.nan)
         lengths.append(round(np.clip(scales[-1] // 1, 64, 256) / 4) if average > 0 else 64)
     assert column(table, "abs/rollout_length", int) == lengths[:-1]
-    assert len(envs.steps) == 1000 + sum(lengths[resumed_at:-1])
+    assert len(envs.steps) == 3000 + sum(lengths[resumed_at:-1])
     shown = [float(row["gns/noise_scale"] or "nan") for row in rows(table)]
     assert shown == pytest.approx(scales, nan_ok=True)
     for part in (slice(resumed_at), slice(resumed_at, None)):  # both had all kinds of averages

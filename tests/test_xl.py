@@ -209,7 +209,7 @@ def test_resuming(pair, tmp_path, processes):
     assert int(row["charts/updates"]) == saved["updates"] + 8
     steps = sum(column(resumed / "metrics.csv", "abs/rollout_length", int)[before:])
     for seen in what_they_saw(tmp_path, processes):
-        assert len(seen["steps"]["obs"]) == 1000 + steps
+        assert len(seen["steps"]["obs"]) == 3000 + steps
         assert same_weights(seen["weights"][0], saved["network"])
         assert same_weights(seen["weights"][-1], load(resumed)["network"])
 
