@@ -310,9 +310,9 @@ def main(args, *, make_envs=make_envs, QNetwork=QNetwork, rollout_length=rollout
         # A resumed run's games begin together. Learning while they are alike has spoilt networks.
         with torch.no_grad():
             for t in range(3000 if run.saved else 0):  # so first play until they differ
-                action = q_network(next_obs).argmax(1).cpu().numpy()
-                action[t % num_envs] = torch.randint(num_actions, ())  # in turn, one acts at random
-                next_obs = torch.tensor(envs.step(action)[0], device=device)
+                action = q_network(next_obs).argmax(1)
+                action[t % num_envs].random_(num_actions)  # in turn, one game gets a random action
+                next_obs = torch.tensor(envs.step(action.cpu().numpy())[0], device=device)
         # torchrun: where one process is interrupted, all stop after the same iteration.
         while global_step < args.total_timesteps and average(run.interrupted) == 0:
             iteration += 1
